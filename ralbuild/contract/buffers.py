@@ -1,0 +1,58 @@
+"""The buffers of the decode loop that a kernel parameter can be bound to, by name.
+
+One table, used by the compiler (types, alignment), the launcher (allocation) and the docs.
+Shapes are in elements: B slots, V logits a row, R ring bytes a slot, O output bytes a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RING_BYTES = 1024
+"""R: raw text kept per slot; a power of two above the longest token plus the longest hold-back."""
+OUTPUT_BYTES = 4096
+"""O: bytes that one step may emit per slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A device buffer or scalar: Triton type, shape as text, and what it holds."""
+
+    type: str
+    shape: str
+    meaning: str
+
+
+BUFFERS: dict[str, Buffer] = {
+    "logits": Buffer("*fp32", "B, V", "logits of this step, one row a slot"),
+    "vocab_size": Buffer("i32", "", "V, columns of a logits row"),
+    "tokenizer_size": Buffer("i32", "", "ids at and above this are masked"),
+    "temperature": Buffer("*fp32", "B", "0 takes the largest logit"),
+    "top_p": Buffer("*fp32", "B", "nucleus mass; 1 keeps all"),
+    "seed": Buffer("*i64", "B", "Philox key of the request"),
+    "step": Buffer("*i32", "B", "tokens sampled so far for the request"),
+    "eos_id": Buffer("i32", "", "id that ends a text"),
+    "token": Buffer("*i32", "B", "sampled id; -1 when the slot is idle"),
+    "token_offsets": Buffer("*i32", "N + 1", "start of each token in token_bytes"),
+    "token_bytes": Buffer("*u8", "", "bytes of all tokens"),
+    "ban_class": Buffer("*u8", "256", "byte to class, ban automaton"),
+    "ban_next": Buffer("*i32", "S * C", "next state, ban automaton"),
+    "ban_classes": Buffer("i32", "", "C of the ban automaton"),
+    "ban_state": Buffer("*i32", "B", "state of the ban automaton"),
+    "ban_events": Buffer("*i32", "B", "candidates refused so far"),
+    "fst_class": Buffer("*u8", "256", "byte to class, transducer"),
+    "fst_next": Buffer("*i32", "S * C", "packed state and program, transducer"),
+    "fst_final": Buffer("*i32", "S", "program at the end of the text"),
+    "fst_classes": Buffer("i32", "", "C of the transducer"),
+    "program_offsets": Buffer("*i32", "P + 1", "start of each program in program_ops"),
+    "program_ops": Buffer("*i32", "", "packed operations"),
+    "string_offsets": Buffer("*i32", "K + 1", "start of each string in string_pool"),
+    "string_pool": Buffer("*u8", "", "bytes that EMIT writes"),
+    "fst_state": Buffer("*i32", "B", "state of the transducer"),
+    "ring": Buffer("*u8", "B, R", "raw text, by position modulo R"),
+    "read_pos": Buffer("*i32", "B", "bytes read"),
+    "pending_pos": Buffer("*i32", "B", "first undecided byte"),
+    "output": Buffer("*u8", "B, O", "decided text of the request"),
+    "output_len": Buffer("*i32", "B", "bytes in output"),
+    "rule_events": Buffer("*i32", "rules", "matches by rule id, all slots"),
+}

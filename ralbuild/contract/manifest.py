@@ -1,0 +1,47 @@
+"""What the model folder holds: the facts that verify found and that the image is bound to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file that goes into the image: basename, size in bytes, SHA-256 in hex."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelManifest:
+    """A verified model folder.
+
+    Attributes:
+        architecture: the Hugging Face class name, such as ``LlamaForCausalLM``.
+        model_type: the Hugging Face family, such as ``llama``.
+        dtype: the element type of most weight bytes, as safetensors names it (``BF16``).
+        parameters: number of weight elements.
+        tensors: number of tensors.
+        weights: the safetensors files, sorted by name.
+        files: configuration, tokenizer and template files, sorted by name.
+        vocab_size: rows of the embedding.
+        tokenizer_size: ids that the tokenizer knows; the sampler masks ids at and above it.
+        tokenizer_sha256: digest of the token bytes, a fingerprint of the vocabulary.
+        eos_token_ids: every id that ends a text, ascending.
+        max_positions: longest sequence the model was made for; 0 when the config does not say.
+    """
+
+    architecture: str
+    model_type: str
+    dtype: str
+    parameters: int
+    tensors: int
+    weights: tuple[ModelFile, ...]
+    files: tuple[ModelFile, ...]
+    vocab_size: int
+    tokenizer_size: int
+    tokenizer_sha256: str
+    eos_token_ids: tuple[int, ...]
+    max_positions: int

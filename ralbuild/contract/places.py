@@ -1,0 +1,20 @@
+"""Where things lie inside an image. Absolute paths; `ralbuild run` puts a root in front of them."""
+
+MODEL_DIR = "/models"
+"""Weights, configuration and tokenizer, one folder."""
+RAL_DIR = "/opt/ral"
+APP_DIR = "/opt/ral/app"
+"""Holds the package `ralbuild` with nothing but `contract` and `runtime`."""
+PACKAGES_DIR = "/opt/ral/packages"
+"""The locked third-party packages of the base."""
+BUNDLE_FILE = "/opt/ral/bundle/bundle.json"
+OBJECTS_DIR = "/opt/ral/bundle/objects"
+CONFIG_FILE = "/opt/ral/bundle/ral-config.yaml"
+"""The config as written, for people; the launcher checks its digest and reads nothing from it."""
+ENTRYPOINT = "/opt/ral/entrypoint.sh"
+BASE_MANIFEST = "/opt/ral/base.json"
+PYTHON = "/usr/bin/python3.11"
+USER_ID = 65532
+PORT = 8000
+ROUTE_HEADER = "x-ral-route"
+INPUT_LENGTH_HEADER = "x-ral-input-length"
