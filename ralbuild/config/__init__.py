@@ -1,1 +1,1 @@
-"""TODO"""
+"""`ral-config.yaml`: strict loading, every problem at once with file:line:column, JSON Schema."""

@@ -124,7 +124,7 @@ def read_arrays(data: bytes, where: str) -> ArrayFile:
         if not 0 <= begin <= stop <= len(body) or stop - begin != math.prod(item["shape"]) * width:
             raise FormatError(where, f"array {name!r} does not fit its offsets")
         end = max(end, stop)
-        arrays[name] = body[begin:stop].cast(code)
+        arrays[name] = body[begin:stop].cast(code)  # type: ignore[call-overload]
     if end != len(body):
         raise FormatError(where, f"{len(body) - end} bytes follow the last array")
     return ArrayFile(arrays, {str(key): str(item) for key, item in metadata.items()})

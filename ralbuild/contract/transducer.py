@@ -80,7 +80,8 @@ def write_transducer(
 ) -> bytes:
     """Serialise a transducer; ``rows`` hold packed entries, ``programs`` hold (kind, argument) pairs."""
     classes = max(cls) + 1
-    prog_off, ops = [0], []
+    prog_off: list[int] = [0]
+    ops: list[int] = []
     for program in programs:
         ops.extend(arg << 2 | kind for kind, arg in program)
         prog_off.append(len(ops))
