@@ -1,0 +1,239 @@
+"""Digests of the user's files: computed in one read, remembered while the file stays the same.
+
+A weight file needs two SHA-256: its own, for the manifest, and that of the tar layer that will hold
+it, for the image. `scan_file` computes both from one read. `DigestCache` remembers them by path,
+device, inode, size, mtime and ctime. The inode and ctime catch what path, size and mtime miss: a file
+replaced by another of the same size and copied time. The cache never fails a build: an entry that
+is damaged, foreign or unwritable means that the file is read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ralbuild.contract.codec import FormatError, canonical_json, from_plain, parse_json, sha256_hex, to_plain
+from ralbuild.contract.tarball import PACKING, weight_layer_header, weight_layer_trailer
+from ralbuild.errors import WeightsError
+
+CHUNK = 1 << 20
+"""Bytes per read; two such buffers are all the memory that a scan takes."""
+RACY_NS = 2_000_000_000
+"""A file that changed this close to its hashing may change again without a new timestamp."""
+
+_ENTRY_LIMIT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StatKey:
+    """What tells one state of a file from another without reading it. Times in nanoseconds."""
+
+    dev: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, info: os.stat_result) -> StatKey:
+        """Return the key of a `stat` result."""
+        return cls(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigests:
+    """A weight file as scanned; both digests in lowercase hex.
+
+    Attributes:
+        sha256: of the file.
+        layer_sha256: of the layer: header, file, trailer (see `ralbuild.contract.tarball`).
+        layer_size: of that layer, in bytes.
+        cached: True when the file was not read for this.
+    """
+
+    sha256: str
+    layer_sha256: str
+    layer_size: int
+    cached: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One remembered file: its state, what was computed from it, and a checksum over both."""
+
+    key: StatKey
+    values: dict[str, str]
+    check: str
+
+
+class DigestCache:
+    """One small JSON file for each (real path, purpose), in ``folder``; None remembers nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def get(self, path: Path, purpose: str, key: StatKey) -> dict[str, str] | None:
+        """Return what was stored for ``path`` in the state ``key``, or None."""
+        place = self._place(path, purpose)
+        if place is None:
+            return None
+        try:
+            with place.open("rb") as file:
+                if os.fstat(file.fileno()).st_uid != os.geteuid():
+                    return None
+                entry = from_plain(_Entry, parse_json(file.read(_ENTRY_LIMIT), "entry"), "entry")
+        except (OSError, FormatError):
+            return None
+        if entry.key != key or entry.check != _checksum(entry.key, entry.values):
+            return None
+        return entry.values
+
+    def put(self, path: Path, purpose: str, key: StatKey, values: Mapping[str, str]) -> None:
+        """Remember ``values`` for ``path`` in the state ``key``; failing to is not an error."""
+        place = self._place(path, purpose)
+        if place is None:
+            return
+        kept = dict(values)
+        data = canonical_json(to_plain(_Entry(key, kept, _checksum(key, kept))))
+        temporary = place.with_name(f".{place.name}.{os.getpid()}")
+        try:
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary.write_bytes(data)
+            temporary.replace(place)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+
+    def forget(self, path: Path, purpose: str) -> None:
+        """Drop what is remembered for ``path``."""
+        place = self._place(path, purpose)
+        if place is not None:
+            try:
+                place.unlink(missing_ok=True)
+            except OSError:
+                return
+
+    def _place(self, path: Path, purpose: str) -> Path | None:
+        if self.folder is None:
+            return None
+        identity = canonical_json([os.path.realpath(path), PACKING, purpose])
+        return self.folder / f"{sha256_hex(identity)}.json"
+
+
+def default_cache() -> DigestCache:
+    """Return the user's cache, ``$XDG_CACHE_HOME/ralbuild/digests``, or one that remembers nothing."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not base.startswith("/"):  # the XDG specification: a relative path is ignored
+        home = os.environ.get("HOME", "")
+        base = f"{home}/.cache" if home.startswith("/") else ""
+    return DigestCache(Path(base, "ralbuild", "digests") if base else None)
+
+
+def is_racy(key: StatKey, hashed_ns: int) -> bool:
+    """Tell whether a file in the state ``key``, hashed from ``hashed_ns`` on, may have changed unseen.
+
+    A write within the clock's granularity leaves the same timestamps; git has the same rule.
+    """
+    return key.ctime_ns > hashed_ns - RACY_NS or abs(key.mtime_ns - hashed_ns) <= RACY_NS
+
+
+def scan_file(
+    path: Path,
+    cache: DigestCache,
+    mtime: int,
+    progress: Callable[[int], None] | None = None,
+    *,
+    rehash: bool = False,
+) -> FileDigests:
+    """Return the digests of a weight file and of its layer, reading the file at most once.
+
+    Args:
+        path: the file; its basename is its name in the image.
+        cache: where to look first and to remember the result.
+        mtime: time of the layer's entries, in seconds since 1970.
+        progress: called with the number of bytes of each step; a cache hit counts as one step.
+        rehash: read the file even when the cache knows it.
+
+    Raises:
+        WeightsError: when it cannot be read, is not a regular file, or changes meanwhile.
+    """
+    report = progress or (lambda _: None)
+    purpose = f"weight-layer:{path.name}:{mtime}"
+    try:
+        if not rehash:
+            found = _remembered(path, cache, purpose)
+            if found is not None:
+                report(path.stat().st_size)
+                return found
+        started = time.time_ns()
+        # Not to hang on a pipe that carries the name of a weight file.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            key = StatKey.of(_regular(path, fd))
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            digests = _hash_both(fd, path.name, key.size, mtime, report)
+            if StatKey.of(os.fstat(fd)) != key:
+                raise WeightsError(
+                    "changed while it was read", place=str(path), hint="build from files at rest"
+                )
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise WeightsError(f"cannot be read: {error.strerror}", place=str(path)) from None
+    if not is_racy(key, started):
+        layer = {"layer_sha256": digests.layer_sha256, "layer_size": str(digests.layer_size)}
+        cache.put(path, purpose, key, {"sha256": digests.sha256, **layer})
+    return digests
+
+
+def _remembered(path: Path, cache: DigestCache, purpose: str) -> FileDigests | None:
+    values: dict[str, Any] | None = cache.get(path, purpose, StatKey.of(path.stat()))
+    if values is None:
+        return None
+    try:
+        return FileDigests(values["sha256"], values["layer_sha256"], int(values["layer_size"]), cached=True)
+    except (KeyError, ValueError):
+        return None
+
+
+def _regular(path: Path, fd: int) -> os.stat_result:
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        raise WeightsError("needs a regular file", place=str(path))
+    return info
+
+
+def _hash_both(fd: int, name: str, size: int, mtime: int, report: Callable[[int], None]) -> FileDigests:
+    """Feed every byte to both hashes: one in this thread, one in a helper (hashlib releases the GIL)."""
+    header, trailer = weight_layer_header(name, size, mtime), weight_layer_trailer(size)
+    file_hash, layer_hash = hashlib.sha256(), hashlib.sha256(header)
+    buffers = (memoryview(bytearray(CHUNK)), memoryview(bytearray(CHUNK)))
+    pending: Future[None] | None = None
+    done = turn = 0
+    with ThreadPoolExecutor(max_workers=1) as helper:
+        while done < size:
+            buffer = buffers[turn]
+            count = os.readv(fd, [buffer[: min(CHUNK, size - done)]])
+            if count == 0:
+                break  # shorter than it was; the caller sees the changed state
+            if pending is not None:
+                pending.result()  # the other buffer is free for the next read
+            pending = helper.submit(layer_hash.update, buffer[:count])
+            file_hash.update(buffer[:count])
+            done += count
+            turn ^= 1
+            report(count)
+        if pending is not None:
+            pending.result()
+    layer_hash.update(trailer)
+    return FileDigests(file_hash.hexdigest(), layer_hash.hexdigest(), len(header) + size + len(trailer))
+
+
+def _checksum(key: StatKey, values: Mapping[str, str]) -> str:
+    return sha256_hex(canonical_json(to_plain([key, values])))
