@@ -1,1 +1,1 @@
-"""TODO"""
+"""Rules and a vocabulary become automata. Pure: no disk, no clock, no environment, no network."""

@@ -1,0 +1,202 @@
+"""From a checked config to the flat list of rules that the automata are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ralbuild.config.load import LoadedConfig
+from ralbuild.config.model import BUILT_IN_ACTIONS, Action
+from ralbuild.contract.bundle import Profile, Route, Rule, Sampling
+from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT
+
+REDACTION, MARKUP = 0, 1
+HTML_ENTITIES = ((b"&", b"&amp;"), (b"<", b"&lt;"), (b">", b"&gt;"), (b'"', b"&quot;"), (b"'", b"&#x27;"))
+
+Op = tuple[int, int | bytes]
+"""One operation before strings are numbered: EMIT carries its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRule:
+    """A literal in a text and what becomes of it.
+
+    Attributes:
+        id: index into the bundle's rules; several literals may share one (escape).
+        level: REDACTION wins over MARKUP wherever the two overlap.
+        replacement: what is written instead; None copies the match between ``before`` and ``after``.
+        escaped: the copied match itself is written with HTML entities.
+    """
+
+    id: int
+    level: int
+    literal: bytes
+    ignore_case: bool
+    whole_word: bool
+    replacement: bytes | None = None
+    before: bytes = b""
+    after: bytes = b""
+    escaped: bool = False
+
+    def operations(self, length: int) -> tuple[Op, ...]:
+        """Return what to do with a match of ``length`` pending bytes."""
+        event: Op = (EVENT, self.id)
+        if self.replacement is not None:
+            return ((EMIT, self.replacement), (DROP, length), event)
+        return ((EMIT, self.before), *self._copied(length), (EMIT, self.after), event)
+
+    def _copied(self, length: int) -> list[Op]:
+        entities = dict(HTML_ENTITIES)
+        if not self.escaped or not any(bytes([byte]) in entities for byte in self.literal):
+            return [(COPY, length)]
+        out: list[Op] = []
+        for byte in self.literal:
+            entity = entities.get(bytes([byte]))
+            out += [(COPY, 1)] if entity is None else [(EMIT, entity), (DROP, 1)]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRules:
+    """The rules that apply together to one kind of text."""
+
+    texts: tuple[TextRule, ...] = ()
+    append: bytes = b""
+    append_id: int = 0
+    bans: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSet:
+    """All rules of a config: one entry of ``profiles`` and ``rules_of`` per profile, same order."""
+
+    rules: tuple[Rule, ...]
+    profiles: tuple[Profile, ...]
+    rules_of: tuple[ProfileRules, ...]
+    routes: tuple[Route, ...]
+    input_profile: int
+
+
+class _Collector:
+    """Numbers rules as they are met, in file order."""
+
+    def __init__(self, loaded: LoadedConfig) -> None:
+        self.loaded = loaded
+        self.rules: list[Rule] = []
+
+    def add(self, kind: str, text: str, source: str, place: str) -> int:
+        short = place.rsplit(":", 2)
+        at = place if len(short) < 3 else f"{short[1]}:{short[2]}"
+        self.rules.append(Rule(kind, text, source, at))
+        return len(self.rules) - 1
+
+    def enhancers(self) -> list[TextRule]:
+        out: list[TextRule] = []
+        for index, name, settings in self.loaded.enhancers:
+            at = ("postprocessing", "output_transformers", index, "config")
+            for number, term in enumerate(settings.bold_terms):
+                rule_id = self.add("bold", term, name, self.loaded.place(*at, "bold_terms", number))
+                out.append(
+                    TextRule(
+                        rule_id,
+                        MARKUP,
+                        term.encode(),
+                        ignore_case=not settings.case_sensitive,
+                        whole_word=settings.whole_words,
+                        before=b"<b>",
+                        after=b"</b>",
+                        escaped=settings.escape,
+                    )
+                )
+            if settings.escape:
+                rule_id = self.add("escape", "&<>\"'", name, self.loaded.place(*at, "escape"))
+                out += [
+                    TextRule(rule_id, MARKUP, literal, False, False, replacement=entity)
+                    for literal, entity in HTML_ENTITIES
+                ]
+        return out
+
+    def action(self, name: str, action: Action) -> tuple[list[TextRule], ProfileRules]:
+        at = ("actions", name)
+        texts = []
+        for index, item in enumerate(action.redact):
+            assert item.text is not None  # the only matcher that this version accepts
+            rule_id = self.add("redact", item.text, name, self.loaded.place(*at, "redact", index))
+            texts.append(
+                TextRule(
+                    rule_id,
+                    REDACTION,
+                    item.text.encode(),
+                    ignore_case=not item.case_sensitive,
+                    whole_word=item.whole_words,
+                    replacement=item.with_.encode(),
+                )
+            )
+        bans = []
+        for index, phrase in enumerate(action.ban):
+            self.add("ban", phrase, name, self.loaded.place(*at, "ban", index))
+            bans.append(phrase.encode())
+        append, append_id = b"", 0
+        if action.append:
+            append = action.append.encode()
+            append_id = self.add("append", action.append, name, self.loaded.place(*at, "append"))
+        return texts, ProfileRules((), append, append_id, tuple(bans))
+
+    def filters(self) -> list[TextRule]:
+        out = []
+        for index, name, settings in self.loaded.filters:
+            at = ("preprocessing", "token_filters", index, "config", "terms")
+            for term, replacement in settings.terms.items():
+                rule_id = self.add("replace", term, name, self.loaded.place(*at, term))
+                out.append(
+                    TextRule(
+                        rule_id,
+                        MARKUP,
+                        term.encode(),
+                        ignore_case=not settings.case_sensitive,
+                        whole_word=True,
+                        replacement=replacement.encode(),
+                    )
+                )
+        return out
+
+
+def collect_rules(loaded: LoadedConfig) -> RuleSet:
+    """Return the rules of a config; profile 0 is the default, the last one is the input's."""
+    collector = _Collector(loaded)
+    shared = collector.enhancers()
+    names = ["default"]
+    sets = [ProfileRules(tuple(shared))]
+    sampling = [Sampling(None, None)]
+    for name in sorted(loaded.actions):
+        action = loaded.actions[name]
+        texts, rest = collector.action(name, action)
+        sets.append(ProfileRules((*texts, *shared), rest.append, rest.append_id, rest.bans))
+        sampling.append(Sampling(action.sampling.temperature, action.sampling.top_p))
+        names.append(name)
+    names.append("input")
+    sets.append(ProfileRules(tuple(collector.filters())))
+    sampling.append(Sampling(None, None))
+    profiles = tuple(
+        Profile(name, _rule_ids(name, rules, collector.rules), values)
+        for name, rules, values in zip(names, sets, sampling, strict=True)
+    )
+    return RuleSet(tuple(collector.rules), profiles, tuple(sets), _routes(loaded, names), len(profiles) - 1)
+
+
+def _rule_ids(profile: str, rules: ProfileRules, known: Sequence[Rule]) -> tuple[int, ...]:
+    ids = {rule.id for rule in rules.texts}
+    ids |= {number for number, rule in enumerate(known) if rule.source == profile}
+    return tuple(sorted(ids))
+
+
+def _routes(loaded: LoadedConfig, names: list[str]) -> tuple[Route, ...]:
+    ordered = sorted(enumerate(loaded.config.routing.rules), key=lambda item: (item[1].priority, item[0]))
+    return tuple(
+        Route(rule.match, rule.action, rule.priority, names.index(rule.action)) for _, rule in ordered
+    )
+
+
+def is_built_in(loaded: LoadedConfig, action: str) -> bool:
+    """Tell whether ``action`` is ralbuild's own and not written in the config."""
+    return action in BUILT_IN_ACTIONS and action not in loaded.config.actions
