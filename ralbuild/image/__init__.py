@@ -1,1 +1,1 @@
-"""TODO"""
+"""The image writer: from an inert plan to an OCI layout or archive, without docker and without root."""

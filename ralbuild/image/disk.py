@@ -1,0 +1,122 @@
+"""What the writer asks of this machine's disk: sources that stay the same, room, and locked outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ralbuild.digests import StatKey
+from ralbuild.errors import HostError, ImageError
+from ralbuild.image.plan import HostFile
+
+Note = Callable[[str], None]
+"""Tells the user one line."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def unchanging(source: HostFile) -> Iterator[int]:
+    """Open ``source`` for reading and, at the end, make sure that it stayed what it was.
+
+    Yields:
+        A file descriptor at the file's start.
+
+    Raises:
+        ImageError: when it cannot be read, is no regular file, has another size, or changed meanwhile.
+    """
+    place = str(source.path)
+    try:
+        # Not to hang on a pipe that carries the name of a weight file.
+        fd = os.open(source.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ImageError(f"cannot be read: {error.strerror}", place=place) from None
+    try:
+        before = os.fstat(fd)
+        if not stat.S_ISREG(before.st_mode):
+            raise ImageError("needs a regular file", place=place)
+        if before.st_size != source.size:
+            raise changed(source, f"needs {source.size} bytes, found {before.st_size}")
+        yield fd
+        if StatKey.of(os.fstat(fd)) != StatKey.of(before):
+            raise changed(source, "was written to meanwhile")
+    finally:
+        os.close(fd)
+
+
+def changed(source: HostFile, what: str) -> ImageError:
+    """Return the error for a source file that is not what the plan was made from."""
+    return ImageError(
+        f"changed while the image was being built: {what}",
+        place=str(source.path),
+        hint="build from files at rest, then run the command again",
+    )
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise HostError when the file system of ``folder`` has less than ``needed`` bytes to give."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise _full(folder, needed, free)
+
+
+@contextlib.contextmanager
+def host_errors(folder: Path, needed: int) -> Iterator[None]:
+    """Turn a failed write below ``folder`` into HostError; ``needed`` is the whole job in bytes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _full(folder, needed, shutil.disk_usage(folder).free) from None
+        place = error.filename or folder
+        raise HostError(f"cannot write: {error.strerror}", place=os.fsdecode(place)) from None
+
+
+def _full(folder: Path, needed: int, free: int) -> HostError:
+    return HostError(
+        f"the disk is too full: {needed} bytes are needed, {free} are free",
+        place=str(folder),
+        hint="free some space or choose an output on another disk",
+    )
+
+
+@contextlib.contextmanager
+def locked(open_path: Callable[[], tuple[Path, int]], note: Note) -> Iterator[tuple[Path, int]]:
+    """Hold the lock of an output that another build may be renaming into place.
+
+    The lock is on the file or folder itself. Whoever waited for it looks again: when the name stands for
+    something else by then, the wait starts over with that.
+
+    Args:
+        open_path: opens what must be locked and returns its name and descriptor.
+        note: told once when another build holds the lock.
+    """
+    waited = False
+    while True:
+        path, fd = open_path()
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not waited:
+                    note(f"waiting for another build that writes {path}")
+                waited = True
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is_same(path, fd):
+                yield path, fd
+                return
+        finally:
+            os.close(fd)
+
+
+def _is_same(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,229 @@
+"""A layer is a recipe, never a file of its own: hashed, copied or streamed from where its bytes lie.
+
+Copying lets the kernel move the bytes of large files (a shared extent where the file system can), while a
+second thread hashes what has arrived in the output. So what is hashed is what was written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from ralbuild.digests import CHUNK
+from ralbuild.errors import ImageError
+from ralbuild.image.disk import changed, unchanging
+from ralbuild.image.plan import BaseLayer, HostFile, LayerDigest, LayerPlan
+from ralbuild.image.tarball import Segment, layer_segments
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were just dealt with."""
+
+COPY_STEP = 16 << 20
+"""Bytes the kernel copies per call: short enough for progress, Ctrl-C and a hash that stays close."""
+
+_COPY_UNSUPPORTED = (errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to produce a blob: its name for messages, its segments in order, its size in bytes."""
+
+    name: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole blob."""
+        return sum(len(part) if isinstance(part, bytes) else part.size for part in self.segments)
+
+    @property
+    def files(self) -> tuple[HostFile, ...]:
+        """The files that it reads."""
+        return tuple(part for part in self.segments if isinstance(part, HostFile))
+
+
+def layer_recipe(layer: LayerPlan, mtime: int) -> Recipe:
+    """Return the recipe of one of our layers, or raise ImageError for an entry that cannot be in one."""
+    return Recipe(layer.name, layer_segments(layer, mtime))
+
+
+def base_recipe(layer: BaseLayer) -> Recipe:
+    """Return the recipe of a base layer: its blob as it is."""
+    return Recipe(f"base layer {layer.digest}", (HostFile(layer.source, layer.size),))
+
+
+def digest_layer(recipe: Recipe, progress: Progress | None = None) -> LayerDigest:
+    """Read the recipe's bytes once and return their digest and size; memory is one chunk.
+
+    Raises:
+        ImageError: when a source file is not what the plan says or changes meanwhile.
+    """
+    digest = hashlib.sha256()
+    for chunk in recipe_chunks(recipe):
+        digest.update(chunk)
+        if progress:
+            progress(len(chunk))
+    return LayerDigest(digest.hexdigest(), recipe.size)
+
+
+def recipe_chunks(recipe: Recipe) -> Iterator[bytes | memoryview]:
+    """Yield the recipe's bytes; a chunk is valid until the next one is asked for."""
+    for part in recipe.segments:
+        if isinstance(part, bytes):
+            yield part
+        else:
+            with unchanging(part) as fd:
+                yield from _file_chunks(part, fd)
+
+
+def append_layer(recipe: Recipe, out: int, expected: LayerDigest, progress: Progress | None = None) -> None:
+    """Write the recipe's bytes at the end of the file ``out`` (open for reading and writing).
+
+    Raises:
+        ImageError: when a source file changed, or what was written does not hash to ``expected``.
+        OSError: when the output cannot be written.
+    """
+    with _Follower(out, os.lseek(out, 0, os.SEEK_END), progress) as follower:
+        writer = _Writer(out, follower)
+        for part in recipe.segments:
+            if isinstance(part, bytes):
+                writer.write(part)
+            else:
+                with unchanging(part) as fd:
+                    _append_file(part, fd, writer)
+        writer.flush()
+        found = follower.finish()
+    if found != expected.sha256:
+        raise ImageError(
+            f"changed while the image was being built: {recipe.name} needs sha256 {expected.sha256}, "
+            f"what was written has {found}",
+            place=", ".join(str(file.path) for file in recipe.files) or recipe.name,
+            hint="build from files at rest, then run the command again",
+        )
+
+
+def _append_file(source: HostFile, fd: int, writer: _Writer) -> None:
+    done = 0
+    # A file with a digest of its own must pass through here; a small one is not worth calls of its own.
+    if not source.sha256 and source.size >= CHUNK:
+        done = writer.copy(fd, source.size)
+        os.lseek(fd, done, os.SEEK_SET)
+    for chunk in _file_chunks(source, fd, done):
+        writer.write(chunk)
+
+
+def _file_chunks(source: HostFile, fd: int, start: int = 0) -> Iterator[memoryview]:
+    """Yield the file from its current position, ``start``, to its end, and check the digest it must have."""
+    buffer = memoryview(bytearray(min(CHUNK, source.size) or 1))
+    digest = hashlib.sha256()
+    left = source.size - start
+    while left:
+        count = os.readv(fd, [buffer[: min(len(buffer), left)]])
+        if count == 0:
+            raise changed(source, "is shorter than it was")
+        left -= count
+        if source.sha256:
+            digest.update(buffer[:count])
+        yield buffer[:count]
+    if source.sha256 and digest.hexdigest() != source.sha256:
+        raise changed(source, f"needs sha256 {source.sha256}, found {digest.hexdigest()}")
+
+
+class _Writer:
+    """Appends to a file: small pieces gathered, large files copied by the kernel; keeps the hash informed."""
+
+    def __init__(self, out: int, follower: _Follower) -> None:
+        self._out = out
+        self._follower = follower
+        self._pending = bytearray()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``."""
+        self._pending += data
+        if len(self._pending) >= CHUNK:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand what was gathered to the system."""
+        with memoryview(self._pending) as view:
+            done = 0
+            while done < len(view):
+                done += os.write(self._out, view[done:])
+        self._pending.clear()
+        self._follower.advance()
+
+    def copy(self, fd: int, size: int) -> int:
+        """Let the kernel append ``size`` bytes of ``fd``; return how many it did, fewer where it cannot."""
+        self.flush()
+        done = 0
+        while done < size:
+            try:
+                count = os.copy_file_range(fd, self._out, min(size - done, COPY_STEP), done)
+            except OSError as error:
+                if error.errno not in _COPY_UNSUPPORTED:
+                    raise
+                count = 0
+            if count == 0:
+                break
+            done += count
+            self._follower.advance()
+        return done
+
+
+class _Follower:
+    """Hashes a growing file in a thread, just behind the writer, so that it reads from the page cache."""
+
+    def __init__(self, fd: int, start: int, progress: Progress | None) -> None:
+        self._fd = fd
+        self._position = start
+        self._progress = progress
+        self._ends: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._digest = hashlib.sha256()
+        self._error: OSError | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="layer-hash", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        self._ends.put(None)
+        self._thread.join()
+
+    def advance(self) -> None:
+        """Say that everything before the file's current position is written."""
+        self._ends.put(os.lseek(self._fd, 0, os.SEEK_CUR))
+
+    def finish(self) -> str:
+        """Wait for the hash of all that was written and return it in hex."""
+        self._ends.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._digest.hexdigest()
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(CHUNK))
+        try:
+            while (end := self._ends.get()) is not None:
+                self._hash_to(end, buffer)
+        except OSError as error:
+            self._error = error
+
+    def _hash_to(self, end: int, buffer: memoryview) -> None:
+        while self._position < end and not self._stopped:
+            count = os.preadv(self._fd, [buffer[: min(len(buffer), end - self._position)]], self._position)
+            if count == 0:
+                raise OSError(errno.EIO, "the output is shorter than what was written to it")
+            self._digest.update(buffer[:count])
+            self._position += count
+            if self._progress:
+                self._progress(count)

@@ -1,0 +1,182 @@
+"""What an image will be, as an inert value: nothing is read, hashed or written here.
+
+docs/image-plan.md is the written form. The same plan gives the same image bytes, whatever writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ralbuild.contract.places import MODEL_DIR
+from ralbuild.contract.tarball import DIR_MODE, FILE_MODE, PACKING
+from ralbuild.digests import FileDigests
+
+Kind = Literal["small", "weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostFile:
+    """Bytes that are in a file of this machine when the image is written.
+
+    Attributes:
+        path: the file; links are followed.
+        size: in bytes; a file of another size fails the build.
+        sha256: what its bytes must hash to, in hex; empty when only the layer's digest is known.
+    """
+
+    path: Path
+    size: int
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A regular file: ``path`` in the image (relative, with slashes), its bytes, and 0644 or 0755."""
+
+    path: str
+    source: bytes | HostFile
+    mode: int = FILE_MODE
+
+    @property
+    def size(self) -> int:
+        """Bytes of content."""
+        return len(self.source) if isinstance(self.source, bytes) else self.source.size
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEntry:
+    """A symbolic link at ``path``; ``target`` is not resolved and may be absolute."""
+
+    path: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class DirEntry:
+    """A directory that must be there even when empty: 0755, or 1777 for a temporary folder."""
+
+    path: str
+    mode: int = DIR_MODE
+
+
+Entry = FileEntry | LinkEntry | DirEntry
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDigest:
+    """An uncompressed layer's SHA-256 in hex, which is both its digest and its diff id, and its size."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One layer of ours.
+
+    Attributes:
+        name: for people and for `inspect`; it goes into the image's history.
+        kind: ``weights`` aligns file contents so that a file system can share them; ``small`` does not.
+        entries: in any order.
+        owned: folders that are ours: they and the folders below them get an entry of their own (0755)
+            where a path needs them. An entry resets a lower layer's folder mode, so others get none.
+            The empty string owns everything.
+        known: the layer's digest when the weights were scanned already; the bytes written must match it.
+    """
+
+    name: str
+    kind: Kind
+    entries: tuple[Entry, ...]
+    owned: tuple[str, ...] = ()
+    known: LayerDigest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseLayer:
+    """A blob taken from the base unchanged.
+
+    Attributes:
+        media_type: an OCI layer type.
+        digest, size: of the blob as stored; ``sha256:`` and hex, bytes.
+        diff_id: of the uncompressed tar.
+        source: the file that holds the blob.
+    """
+
+    media_type: str
+    digest: str
+    size: int
+    diff_id: str
+    source: Path
+
+
+@dataclass(frozen=True, slots=True)
+class BaseImage:
+    """An image to build on: manifest digest, name (may be empty), its image config as parsed, its layers."""
+
+    digest: str
+    name: str
+    config: Mapping[str, Any]
+    layers: tuple[BaseLayer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """How a container of the image runs. Applied over the base's; see docs/image-plan.md.
+
+    Attributes:
+        env: replaces a base variable in its place, or is added at the end in this order.
+        entrypoint: also clears the base's command.
+        cmd: default arguments.
+        user: ``uid`` or ``uid:gid``; empty keeps the base's.
+        workdir: empty keeps the base's.
+        ports: TCP ports.
+        labels: added to the base's labels, or replacing them.
+        stop_signal: empty keeps the base's.
+    """
+
+    env: tuple[tuple[str, str], ...] = ()
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+    user: str = ""
+    workdir: str = ""
+    ports: tuple[int, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    stop_signal: str = "SIGTERM"
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """A whole image.
+
+    Attributes:
+        base: None starts from nothing.
+        layers: from the lowest to the highest, so from the least to the most often changed.
+        config: how it runs.
+        created: seconds since 1970 for the image's own dates (``SOURCE_DATE_EPOCH``, else 0).
+        mtime: seconds since 1970 for every entry of our layers. Not ``created``: a new commit date
+            would give every weight layer another digest.
+        annotations: of the manifest; must not be the ``org.opencontainers.image.base`` ones.
+        architecture: as the OCI image specification names it.
+        packing: version of the rules that turn a layer into bytes.
+    """
+
+    base: BaseImage | None
+    layers: tuple[LayerPlan, ...]
+    config: ImageConfig
+    created: int = 0
+    mtime: int = 0
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    architecture: str = "amd64"
+    packing: str = PACKING
+
+
+def weight_layer(path: Path, size: int, digests: FileDigests) -> LayerPlan:
+    """Return the layer of one scanned weight file; scan and plan must use the same ``mtime``."""
+    folder = MODEL_DIR.strip("/")
+    # The layer's digest covers the file's: a second hash of the file would only cost time.
+    entry = FileEntry(f"{folder}/{path.name}", HostFile(path, size))
+    known = LayerDigest(digests.layer_sha256, digests.layer_size)
+    return LayerPlan(f"weights {path.name}", "weights", (entry,), (folder,), known)
