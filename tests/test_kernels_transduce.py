@@ -1,0 +1,194 @@
+"""The transducer kernel, run by Triton's interpreter, agrees byte for byte with the plain executor.
+
+Tables are random machines, not compiled rules: every legal table counts, also those that no rule
+of today would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from kernel_interpreter import Interpreter, interpreter
+
+from ralbuild.contract.transducer import (
+    COPY,
+    DROP,
+    EMIT,
+    EVENT,
+    STATE_BITS,
+    Transducer,
+    TransducerTable,
+    read_transducer,
+    write_transducer,
+)
+
+STATES, CLASSES, HELD, RULES, PROFILES = 12, 7, 9, 4, 3
+TOKENS, EOS = 40, (38, 39)
+RING, OUTPUT = 32, 48
+CANARY = 0xA5
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Interpreter]:
+    with interpreter() as started:
+        yield started
+
+
+class RandomMachine:
+    """A legal table: each state holds a fixed number of bytes, each program consumes the difference."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.strings = [b"", b"<b>", b"</b>", self.rng.bytes(45), b"&amp;"]
+        self.programs: list[list[tuple[int, int]]] = [[(COPY, 1)]]
+        held = [0] * PROFILES + [int(n) for n in self.rng.integers(0, HELD + 1, STATES - PROFILES)]
+        rows = [[self.entry(held, state) for _ in range(CLASSES)] for state in range(STATES)]
+        final = [self.program(held[state]) for state in range(STATES)]
+        data = write_transducer(
+            cls=[int(x) for x in self.rng.permutation(256) % CLASSES],
+            rows=rows,
+            final=final,
+            programs=self.programs,
+            strings=self.strings,
+            starts=list(range(PROFILES)),
+            max_held=HELD,
+            rules=RULES,
+        )
+        self.table = read_transducer(data, "test")
+
+    def entry(self, held: list[int], state: int) -> int:
+        reachable = [to for to in range(STATES) if held[to] <= held[state] + 1]
+        to = int(self.rng.choice(reachable))
+        consumed = held[state] + 1 - held[to]
+        plain = consumed == 1 and self.rng.random() < 0.5
+        return to | (0 if plain else self.program(consumed)) << STATE_BITS
+
+    def program(self, consumed: int) -> int:
+        """Add a program that consumes exactly ``consumed`` bytes, with output and events between."""
+        ops: list[tuple[int, int]] = []
+        while consumed or self.rng.random() < 0.4:
+            kind = int(self.rng.integers(0, 4))
+            if kind == EMIT:
+                ops.append((EMIT, int(self.rng.integers(0, len(self.strings)))))
+            elif kind == EVENT:
+                ops.append((EVENT, int(self.rng.integers(0, RULES))))
+            elif consumed:
+                taken = int(self.rng.integers(1, consumed + 1))
+                ops.append((COPY if kind == COPY else DROP, taken))
+                consumed -= taken
+        self.programs.append(ops)
+        return len(self.programs) - 1
+
+
+def device_arrays(table: TransducerTable) -> dict[str, object]:
+    """The table as the launcher binds it: unsigned words as signed, of the same bits."""
+    named = {
+        "fst_next": table.trans,
+        "fst_final": table.final,
+        "program_offsets": table.prog_off,
+        "program_ops": table.prog_ops,
+        "string_offsets": table.str_off,
+    }
+    arrays: dict[str, object] = {
+        name: np.frombuffer(view, np.uint32).view(np.int32) for name, view in named.items()
+    }
+    arrays["fst_class"] = np.frombuffer(table.cls, np.uint8)
+    arrays["string_pool"] = np.frombuffer(table.pool, np.uint8)
+    arrays["fst_classes"] = table.classes
+    return arrays
+
+
+def fresh_slots(slots: int) -> dict[str, np.ndarray]:
+    """State of new requests; ring and output have a guard row that nothing may touch."""
+    return {
+        "fst_state": np.arange(slots, dtype=np.int32) % PROFILES,
+        "ring": np.full((slots + 1, RING), CANARY, np.uint8),
+        "read_pos": np.zeros(slots, np.int32),
+        "pending_pos": np.zeros(slots, np.int32),
+        "output": np.full((slots + 1, OUTPUT), CANARY, np.uint8),
+        "output_len": np.full(slots, -7, np.int32),
+        "rule_events": np.zeros(RULES, np.int32),
+    }
+
+
+def vocabulary(rng: np.random.Generator) -> tuple[list[bytes], dict[str, object]]:
+    tokens = [rng.bytes(int(n)) for n in rng.integers(0, 12, TOKENS)]
+    offsets = np.cumsum([0] + [len(token) for token in tokens]).astype(np.int32)
+    arrays: dict[str, object] = {
+        "token_offsets": offsets,
+        "token_bytes": np.frombuffer(b"".join(tokens) + b"\0", np.uint8),
+        "tokenizer_size": TOKENS,
+        "eos_ids": np.array(EOS, np.int32),
+        "eos_count": len(EOS),
+    }
+    return tokens, arrays
+
+
+CONSTANTS = {"RING": RING, "OUTPUT": OUTPUT, "LANES": 32, "STATE_BITS": STATE_BITS}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_step_of_every_slot_agrees_with_the_plain_executor(kernels: Interpreter, seed: int) -> None:
+    slots, steps = 5, 8
+    machine = RandomMachine(seed)
+    tokens, arrays = vocabulary(machine.rng)
+    arrays |= device_arrays(machine.table) | fresh_slots(slots)
+    plain = Transducer(machine.table)
+    oracle = [plain.start(slot % PROFILES) for slot in range(slots)]
+    ended = [False] * slots
+    for _ in range(steps):
+        picked = machine.rng.choice([-1, *range(TOKENS), *EOS], slots).astype(np.int32)
+        arrays |= kernels.launch("transduce", slots, arrays | {"token": picked}, CONSTANTS)
+        for slot, token in enumerate(picked):
+            idle = token < 0 or ended[slot]
+            end = not idle and token in EOS
+            if idle:
+                expected = b""
+            else:
+                expected = oracle[slot].finish() if end else oracle[slot].feed(tokens[token])
+            ended[slot] |= end
+            length = arrays["output_len"][slot]
+            assert length == len(expected)
+            assert arrays["output"][slot].tobytes()[:length] == expected[:OUTPUT]
+            assert arrays["fst_state"][slot] == (-1 if ended[slot] else oracle[slot].state)
+    counts = np.bincount([rule for slot in oracle for rule in slot.events], minlength=RULES)
+    assert arrays["rule_events"].tolist() == counts.tolist()
+    assert (arrays["output"][slots] == CANARY).all()
+    assert (arrays["ring"][slots] == CANARY).all()
+
+
+def test_a_step_that_emits_too_much_counts_every_byte_and_writes_none_outside(kernels: Interpreter) -> None:
+    """One byte emits 200 bytes; the slot's 48 bytes are filled, the next slot's row stays as it was."""
+    text = bytes(range(200))
+    data = write_transducer(
+        cls=[0] * 256,
+        rows=[[1 << STATE_BITS]],
+        final=[1],
+        programs=[[(COPY, 1)], [(EMIT, 0), (COPY, 1), (DROP, 0), (COPY, 0)]],
+        strings=[text],
+        starts=[0],
+        max_held=0,
+        rules=1,
+    )
+    _, arrays = vocabulary(np.random.default_rng(0))
+    arrays |= {"token_offsets": np.arange(TOKENS + 1, dtype=np.int32)}
+    arrays |= {"token_bytes": np.full(TOKENS, 65, np.uint8)}
+    arrays |= device_arrays(read_transducer(data, "test")) | fresh_slots(1)
+    arrays |= {"fst_state": np.zeros(1, np.int32), "token": np.array([5], np.int32)}
+    out = kernels.launch("transduce", 1, arrays, CONSTANTS)
+    assert out["output_len"][0] == 201
+    assert out["output"][0].tobytes() == text[:OUTPUT]
+    assert (out["output"][1] == CANARY).all()
+
+
+@pytest.mark.parametrize("token", [-1, TOKENS, TOKENS + 1000])
+def test_an_id_that_is_no_token_changes_nothing(kernels: Interpreter, token: int) -> None:
+    machine = RandomMachine(99)
+    _, arrays = vocabulary(machine.rng)
+    arrays |= device_arrays(machine.table) | fresh_slots(1) | {"token": np.array([token], np.int32)}
+    out = kernels.launch("transduce", 1, arrays, CONSTANTS)
+    assert out["output_len"][0] == 0
+    for name in ("fst_state", "ring", "read_pos", "pending_pos", "output", "rule_events"):
+        assert (out[name] == arrays[name]).all()
