@@ -139,7 +139,7 @@ def test_every_draw_agrees_with_the_numpy_twin_and_no_banned_phrase_appears(kern
     assert not any(phrase in text for phrase in phrases for text in texts)
 
 
-def test_greedy_takes_the_first_largest_token_and_never_what_the_tokenizer_lacks(
+def test_greedy_takes_the_first_largest_token_that_the_tokenizer_knows(
     kernels: Interpreter,
 ) -> None:
     rows = np.zeros((4, VOCAB), np.float32)

@@ -144,9 +144,8 @@ def test_every_step_of_every_slot_agrees_with_the_plain_executor(kernels: Interp
         for slot, token in enumerate(picked):
             idle = token < 0 or ended[slot]
             end = not idle and token in EOS
-            if idle:
-                expected = b""
-            else:
+            expected = b""
+            if not idle:
                 expected = oracle[slot].finish() if end else oracle[slot].feed(tokens[token])
             ended[slot] |= end
             length = arrays["output_len"][slot]

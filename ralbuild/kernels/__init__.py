@@ -1,1 +1,1 @@
-"""Triton sources of the built-in kernels: text to the builder, imported only by the compile worker and by tests."""
+"""Triton sources of the built-in kernels: text to the builder, imported only by the worker and by tests."""
