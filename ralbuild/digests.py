@@ -149,12 +149,15 @@ def scan_file(
     mtime: int,
     progress: Callable[[int], None] | None = None,
     *,
+    name: str | None = None,
     rehash: bool = False,
 ) -> FileDigests:
     """Return the digests of a weight file and of its layer, reading the file at most once.
 
     Args:
-        path: the file; its basename is its name in the image.
+        path: the file.
+        name: its name in the image; the basename of ``path`` unless given (a blob of the Hugging Face
+            cache is stored under its digest).
         cache: where to look first and to remember the result.
         mtime: time of the layer's entries, in seconds since 1970.
         progress: called with the number of bytes of each step; a cache hit counts as one step.
@@ -164,7 +167,8 @@ def scan_file(
         WeightsError: when it cannot be read, is not a regular file, or changes meanwhile.
     """
     report = progress or (lambda _: None)
-    purpose = f"weight-layer:{path.name}:{mtime}"
+    name = name or path.name
+    purpose = f"weight-layer:{name}:{mtime}"
     try:
         if not rehash:
             found = _remembered(path, cache, purpose)
@@ -177,7 +181,7 @@ def scan_file(
         try:
             key = StatKey.of(_regular(path, fd))
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            digests = _hash_both(fd, path.name, key.size, mtime, report)
+            digests = _hash_both(fd, name, key.size, mtime, report)
             if StatKey.of(os.fstat(fd)) != key:
                 raise WeightsError(
                     "changed while it was read", place=str(path), hint="build from files at rest"
