@@ -1,0 +1,59 @@
+"""`ralbuild init`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ralbuild.errors import HostError, UsageError
+
+STARTER = """\
+# yaml-language-server: $schema=./ral-config.schema.json
+version: "0.3"
+model: "{model}"
+
+# Requests whose route matches take an action; the route is the header x-ral-route.
+routing:
+  rules:
+    - {{match: "finance.*", action: "apply_financial_guardrails", priority: 10}}
+
+postprocessing:
+  output_transformers:
+    - name: "html_enhancer"
+      config: {{bold_terms: ["risk", "compliance", "audit"]}}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="where to write; default: here")
+    parser.add_argument("--model-name", default="my-model", help="the name to serve the model under")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write a commented config and its schema; never overwrite a file."""
+    import json
+
+    from ralbuild.config.load import load_config
+    from ralbuild.config.schema import config_schema
+
+    config = options.folder / "ral-config.yaml"
+    schema = options.folder / "ral-config.schema.json"
+    if config.exists():
+        raise UsageError("is already there", place=str(config), hint="edit it, or name another folder")
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        config.write_text(STARTER.format(model=options.model_name), "utf-8")
+        schema.write_text(json.dumps(config_schema(), indent=2, sort_keys=True) + "\n", "utf-8")
+    except OSError as error:
+        raise HostError(f"cannot be written: {error.strerror}", place=str(config)) from None
+    try:
+        load_config(config)
+    except Exception:
+        config.unlink()
+        schema.unlink()
+        raise
+    print(config)
+    print(f"next: ralbuild image --model DIR --config {config}", file=sys.stderr)
+    return 0

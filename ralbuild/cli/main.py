@@ -1,0 +1,107 @@
+"""`ralbuild`: finds the verb, and turns an error into text and an exit status.
+
+Nothing heavy is imported before a verb runs, so that `ralbuild --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ralbuild import __version__
+from ralbuild.errors import RalError, UsageError
+
+VERBS = {
+    "init": "write a config to start from",
+    "doctor": "say what this machine has and lacks",
+    "schema": "print the JSON Schema of the config",
+    "verify": "check a model folder",
+    "explain": "print which rules a route gets, and in what order",
+    "compile": "compile rules and kernels into .ral_cache",
+    "render": "write the Dockerfile, entrypoint and build context",
+    "base": "build the base image: Debian, Python, locked packages",
+    "image": "build the image: the main job",
+    "inspect": "show what an image holds",
+    "run": "run an image without docker",
+}
+"""Every verb is the module `ralbuild.cli.<verb>` (with ``_cmd`` added) with `add_arguments` and `run`."""
+
+EXIT_CODES = (
+    "exit codes: 0 done, 1 a bug in ralbuild, 2 usage or config, 3 weights, 4 compile, 5 cache, "
+    "6 image or registry, 7 this machine, 8 release gate failed, 9 rolled back, 130 interrupted"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a bad command line the way every other error is reported."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _dispatch(arguments)
+    except RalError as error:
+        _print_error(error, as_json="--json" in arguments)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; nothing half-written is left", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left; there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
+    raise KeyboardInterrupt
+
+
+def _dispatch(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="ralbuild",
+        description="Turn model weights, rules and Triton kernels into an immutable container image.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"ralbuild {__version__}")
+    verbs = parser.add_subparsers(title="commands", dest="verb", metavar="COMMAND", parser_class=_Parser)
+    named = next((word for word in arguments if not word.startswith("-")), None)
+    for verb, summary in VERBS.items():
+        child = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if verb == named:
+            module = importlib.import_module(f"ralbuild.cli.{verb}_cmd")
+            module.add_arguments(child)
+            child.set_defaults(run=module.run)
+    options = parser.parse_args(arguments)
+    if options.verb is None:
+        parser.print_help()
+        return 0
+    return int(options.run(options))
+
+
+def _print_error(error: RalError, *, as_json: bool) -> None:
+    if as_json:
+        problems = [
+            {"place": item.place, "message": item.message, "hint": item.hint} for item in error.problems
+        ]
+        print(json.dumps({"error": problems, "exit_code": error.exit_code}), file=sys.stderr)
+        return
+    color = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    red, dim, off = ("\x1b[1;31m", "\x1b[2m", "\x1b[0m") if color else ("", "", "")
+    for item in error.problems:
+        print(f"{red}error:{off} {item}", file=sys.stderr)
+        if item.hint:
+            print(f"{dim}  hint: {item.hint}{off}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Options that several verbs share, and the report they choose."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ralbuild.report import Report, make_report
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add how progress is shown; it goes to standard error."""
+    parser.add_argument("--quiet", action="store_true", help="print errors only")
+    parser.add_argument(
+        "--progress",
+        choices=("auto", "rich", "plain", "json"),
+        default="auto",
+        help="how progress is shown on standard error",
+    )
+
+
+def chosen_report(options: argparse.Namespace) -> Report:
+    """Return the report that the options ask for."""
+    return make_report(options.progress, quiet=options.quiet)
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """Add --model."""
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="model folder: safetensors and tokenizer.json",
+    )
+    parser.add_argument(
+        "--rehash", action="store_true", help="read every weight byte, whatever the cache knows"
+    )
+
+
+def add_config_option(parser: argparse.ArgumentParser) -> None:
+    """Add --config."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=Path("ral-config.yaml"),
+        metavar="FILE",
+        help="default: ral-config.yaml",
+    )
+
+
+def add_cache_option(parser: argparse.ArgumentParser) -> None:
+    """Add --cache."""
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path(".ral_cache"),
+        metavar="DIR",
+        help="compiled objects; default: .ral_cache",
+    )
