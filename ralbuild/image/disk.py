@@ -90,8 +90,8 @@ def _full(folder: Path, needed: int, free: int) -> HostError:
 def locked(open_path: Callable[[], tuple[Path, int]], note: Note) -> Iterator[tuple[Path, int]]:
     """Hold the lock of an output that another build may be renaming into place.
 
-    The lock is on the file or folder itself. Whoever waited for it looks again: when the name stands for
-    something else by then, the wait starts over with that.
+    The lock is on the file or folder itself. Whoever got it opens the output again: when that is
+    something else by then, the wait starts over with it.
 
     Args:
         open_path: opens what must be locked and returns its name and descriptor.
@@ -101,22 +101,33 @@ def locked(open_path: Callable[[], tuple[Path, int]], note: Note) -> Iterator[tu
     while True:
         path, fd = open_path()
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _try_lock(fd):
                 if not waited:
                     note(f"waiting for another build that writes {path}")
                 waited = True
                 fcntl.flock(fd, fcntl.LOCK_EX)
-            if _is_same(path, fd):
+            if _is_still(path, fd, open_path):
                 yield path, fd
                 return
         finally:
             os.close(fd)
 
 
-def _is_same(path: Path, fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     try:
-        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
-    except FileNotFoundError:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
+    return True
+
+
+def _is_still(path: Path, fd: int, open_path: Callable[[], tuple[Path, int]]) -> bool:
+    again_path, again = open_path()
+    try:
+        if again_path == path and os.path.samestat(os.fstat(fd), os.fstat(again)):
+            return True
+    finally:
+        os.close(again)
+    with contextlib.suppress(OSError):
+        path.rmdir()  # an empty folder that was made while another build finished
+    return False

@@ -103,6 +103,7 @@ class BaseLayer:
         digest, size: of the blob as stored; ``sha256:`` and hex, bytes.
         diff_id: of the uncompressed tar.
         source: the file that holds the blob.
+        name: what the base calls it.
     """
 
     media_type: str
@@ -110,6 +111,7 @@ class BaseLayer:
     size: int
     diff_id: str
     source: Path
+    name: str = "base"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,104 @@
+"""The sink `archive:FILE`: one tar that is an OCI layout and a `docker save` archive at once.
+
+It has index.json for readers of OCI archives and manifest.json for `docker load`; both name the same
+blobs. The small files come first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ralbuild.contract.codec import canonical_json, sha256_hex
+from ralbuild.contract.tarball import (
+    END,
+    FILE_MODE,
+    aligned_file_header,
+    directory_header,
+    file_header,
+    padding,
+)
+from ralbuild.errors import ImageError
+from ralbuild.image.assemble import Image
+from ralbuild.image.blobs import BLOBS, PARTIAL
+from ralbuild.image.disk import Note, check_room, host_errors, locked
+from ralbuild.image.layers import Progress, Recipe, append_layer
+from ralbuild.image.layout import SinkResult
+from ralbuild.image.oci import LAYOUT_FILE, index_entry, index_json
+from ralbuild.image.plan import LayerDigest
+
+_MTIME = 0
+Piece = tuple[Recipe, LayerDigest]
+
+
+def write_archive(target: Path, image: Image, tag: str, progress: Progress | None, note: Note) -> SinkResult:
+    """Write ``image`` as one tar file; ``target`` is replaced when it is complete.
+
+    Raises:
+        ImageError: when ``target`` is no place for a file, or a source changed.
+        HostError: when it cannot be written or the disk is too small.
+    """
+    target = Path(os.path.realpath(target))
+    if target.exists() and not target.is_file():
+        raise ImageError("is not a file", place=str(target), hint="archive: needs the name of a file")
+    pieces = tuple(archive_pieces(image, tag))
+    needed = sum(digest.size for _, digest in pieces)
+    partial = target.with_name(f".{target.name}{PARTIAL}build")
+    with host_errors(target.parent, needed):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(lambda: (partial, _open(partial)), note) as (_, fd):
+            try:
+                os.ftruncate(fd, 0)
+                check_room(target.parent, needed)
+                for recipe, digest in pieces:
+                    append_layer(recipe, fd, digest, progress)
+                partial.rename(target)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+    return SinkResult(needed, frozenset())
+
+
+def archive_pieces(image: Image, tag: str) -> Iterator[Piece]:
+    """Yield the archive as blobs to write one after the other; layers are not read for this."""
+    folder = str(BLOBS)
+    head = b"".join(
+        [
+            _file("oci-layout", LAYOUT_FILE),
+            _file("index.json", index_json([index_entry(image.manifest, image.architecture, tag)], {})),
+            _file("manifest.json", _docker_manifest(image, tag)),
+            directory_header(str(BLOBS.parent), _MTIME),
+            directory_header(folder, _MTIME),
+            _file(f"{folder}/{sha256_hex(image.config)}", image.config),
+            _file(f"{folder}/{sha256_hex(image.manifest)}", image.manifest),
+        ]
+    )
+    offset = 0
+    for layer in image.unique_layers:
+        name, size = f"{folder}/{layer.digest.sha256}", layer.digest.size
+        # Aligned, so that the weight bytes inside the layer are too.
+        head += aligned_file_header(name, FILE_MODE, size, _MTIME, offset + len(head))
+        yield _piece(head)
+        yield layer.recipe, layer.digest
+        offset += len(head) + size
+        head = padding(size)
+    yield _piece(head + END)
+
+
+def _docker_manifest(image: Image, tag: str) -> bytes:
+    layers = [f"{BLOBS}/{layer.digest.sha256}" for layer in image.layers]
+    config = f"{BLOBS}/{sha256_hex(image.config)}"
+    return canonical_json([{"Config": config, "RepoTags": [tag] if tag else None, "Layers": layers}])
+
+
+def _file(name: str, data: bytes) -> bytes:
+    return file_header(name, FILE_MODE, len(data), _MTIME) + data + padding(len(data))
+
+
+def _piece(data: bytes) -> Piece:
+    return Recipe("archive metadata", (data,)), LayerDigest(sha256_hex(data), len(data))
+
+
+def _open(partial: Path) -> int:
+    return os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -1,0 +1,177 @@
+"""The sink `oci:DIR`: an OCI image layout folder that is never seen half-written.
+
+A new layout is built beside its place and renamed. A layout that is there already is updated in place:
+blobs first, then index.json in one step, then what nothing names any more is removed. A build that is
+killed at any moment leaves the old image as it was, and the next one cleans up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ralbuild.contract.codec import FormatError, parse_json
+from ralbuild.digests import DigestCache
+from ralbuild.errors import ImageError
+from ralbuild.image.assemble import Image
+from ralbuild.image.blobs import BLOBS, PARTIAL, BlobFolder
+from ralbuild.image.disk import Note, check_room, host_errors, locked
+from ralbuild.image.layers import Progress
+from ralbuild.image.oci import INDEX_TYPE, LAYOUT_FILE, MANIFEST_TYPE, entry_name, index_entry, index_json
+
+_SLACK = 1 << 20
+"""Room for the JSON files, in bytes."""
+_METADATA_LIMIT = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SinkResult:
+    """What a sink did: bytes of blobs that it wrote, and hex digests of the layers it found there already."""
+
+    written: int
+    reused: frozenset[str]
+
+
+def write_layout(
+    target: Path, image: Image, tag: str, cache: DigestCache, progress: Progress | None, note: Note
+) -> SinkResult:
+    """Make ``target`` a layout that holds ``image`` under the name ``tag`` (may be empty).
+
+    Images of other names in it stay. See `ralbuild.image.write.write_image` for the arguments.
+
+    Raises:
+        ImageError: when ``target`` is something else than a layout, or a source changed.
+        HostError: when it cannot be written or the disk is too small.
+    """
+    target = Path(os.path.realpath(target))
+    needed = _SLACK + sum(layer.digest.size for layer in image.unique_layers)
+    with (
+        host_errors(target.parent, needed),
+        locked(lambda: _open(target), note) as (folder, _),
+        _tidy_on_failure(folder, target, cache),
+    ):
+        index = _read_index(folder) if folder == target else {}
+        (folder / "oci-layout").write_bytes(LAYOUT_FILE)
+        blobs = BlobFolder(folder, cache)
+        reused = _add_image(blobs, image, progress)
+        entries = [entry for entry in index.get("manifests", []) if not _is_replaced(entry, image, tag)]
+        entries.append(index_entry(image.manifest, image.architecture, tag))
+        _replace(folder / "index.json", index_json(entries, index))
+        _prune(folder, blobs)
+        if folder != target:
+            folder.rename(target)
+        blobs.remember(target)
+    return SinkResult(blobs.written, reused)
+
+
+def _open(target: Path) -> tuple[Path, int]:
+    """Return the folder to work in, ``target`` or a new one beside it, and a descriptor to lock it by."""
+    folder = target if target.exists() else target.with_name(f".{target.name}{PARTIAL}build")
+    if folder == target:
+        _check_is_layout(target)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return _open(target)  # another build has just renamed it into place
+
+
+def _check_is_layout(target: Path) -> None:
+    hint = "name a new folder, or remove this one first"
+    if not target.is_dir():
+        raise ImageError("is not a folder", place=str(target), hint=hint)
+    if not any(target.iterdir()):
+        return
+    try:
+        version = parse_json((target / "oci-layout").read_bytes(), "oci-layout").get("imageLayoutVersion")
+    except (OSError, FormatError, AttributeError):
+        version = None
+    if version != "1.0.0":
+        raise ImageError("is a folder but not an OCI image layout", place=str(target), hint=hint)
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    try:
+        value = parse_json((folder / "index.json").read_bytes(), "index.json")
+    except FileNotFoundError:
+        return {}
+    except FormatError as error:
+        raise ImageError(str(error), place=str(folder), hint="remove the folder to start anew") from None
+    if not isinstance(value, dict) or not all(isinstance(item, dict) for item in value.get("manifests", [])):
+        raise ImageError("index.json is not an image index", place=str(folder))
+    return value
+
+
+def _add_image(blobs: BlobFolder, image: Image, progress: Progress | None) -> frozenset[str]:
+    """Write the blobs that are missing; return the layers that were there."""
+    reused = frozenset(
+        layer.digest.sha256 for layer in image.unique_layers if blobs.has(layer.digest, progress)
+    )
+    missing = [layer for layer in image.unique_layers if layer.digest.sha256 not in reused]
+    check_room(blobs.path, _SLACK + sum(layer.digest.size for layer in missing))
+    for layer in missing:
+        blobs.add(layer.recipe, layer.digest, progress)
+    blobs.add_bytes(image.config)
+    blobs.add_bytes(image.manifest)
+    return reused
+
+
+def _is_replaced(entry: Mapping[str, Any], image: Image, tag: str) -> bool:
+    """Tell whether the new image takes this entry's place: it has its name, or is it without a name."""
+    name = entry_name(entry)
+    return name == tag or (not name and entry.get("digest") == image.digest)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f"{PARTIAL}{path.name}")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+
+
+def _prune(folder: Path, blobs: BlobFolder) -> None:
+    """Remove what nothing names, unless the index names something whose parts we cannot tell."""
+    keep: set[str] = set()
+    if all(_collect(folder, entry, keep) for entry in _read_index(folder).get("manifests", [])):
+        blobs.prune(frozenset(keep))
+
+
+def _collect(folder: Path, entry: Mapping[str, Any], keep: set[str]) -> bool:
+    """Add the blobs that ``entry`` leads to; return False when they cannot be told."""
+    digest = str(entry.get("digest", "")).removeprefix("sha256:")
+    keep.add(digest)
+    if entry.get("mediaType") not in (MANIFEST_TYPE, INDEX_TYPE):
+        return False
+    try:
+        with (folder / BLOBS / digest).open("rb") as file:
+            value = parse_json(file.read(_METADATA_LIMIT), digest)
+        if entry["mediaType"] == INDEX_TYPE:
+            return all(_collect(folder, item, keep) for item in value["manifests"])
+        parts = [value["config"], *value["layers"]]
+        keep.update(str(part["digest"]).removeprefix("sha256:") for part in parts)
+    except (OSError, FormatError, KeyError, TypeError, AttributeError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _tidy_on_failure(folder: Path, target: Path, cache: DigestCache) -> Iterator[None]:
+    """Leave nothing of a build that fails: no new folder, no blob that the old index does not name."""
+    fresh = not (folder / "index.json").exists()
+    try:
+        yield
+    except BaseException:
+        if folder != target:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif fresh:
+            shutil.rmtree(folder / BLOBS.parent, ignore_errors=True)
+            (folder / "oci-layout").unlink(missing_ok=True)
+        else:
+            with contextlib.suppress(OSError, ImageError):
+                _prune(folder, BlobFolder(folder, cache))
+        raise

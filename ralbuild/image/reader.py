@@ -1,0 +1,294 @@
+"""Read images that lie in an OCI layout folder or an OCI archive, ours or anybody's.
+
+Every JSON file is checked against the digest that names it. Nothing is unpacked; one small file of a
+layer can be read where it lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ralbuild.contract.codec import FormatError, parse_json
+from ralbuild.errors import ImageError
+from ralbuild.image.blobs import BLOBS
+from ralbuild.image.oci import (
+    CONFIG_TYPE,
+    INDEX_TYPE,
+    LAYER_KIND,
+    LAYER_NAME,
+    LAYER_TYPE,
+    MANIFEST_TYPE,
+    MAX_MANIFEST,
+    Descriptor,
+    digest_of,
+    entry_name,
+)
+from ralbuild.image.plan import BaseImage, BaseLayer
+
+FILE_LIMIT = 64 << 20
+"""Largest file that `StoredImage.read_file` returns, in bytes."""
+
+_DOCKER = "application/vnd.docker.distribution.manifest"
+_INDEX_TYPES = (INDEX_TYPE, f"{_DOCKER}.list.v2+json")
+_MANIFEST_TYPES = (MANIFEST_TYPE, f"{_DOCKER}.v2+json")
+_CONFIG_TYPES = (CONFIG_TYPE, "application/vnd.docker.container.image.v1+json")
+_LAYER_TYPES = {
+    LAYER_TYPE: LAYER_TYPE,
+    f"{LAYER_TYPE}+gzip": f"{LAYER_TYPE}+gzip",
+    f"{LAYER_TYPE}+zstd": f"{LAYER_TYPE}+zstd",
+    "application/vnd.docker.image.rootfs.diff.tar": LAYER_TYPE,
+    "application/vnd.docker.image.rootfs.diff.tar.gzip": f"{LAYER_TYPE}+gzip",
+}
+"""Layer types that are accepted, and the OCI type of the same bytes."""
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+OpenBlob = Callable[[str], IO[bytes]]
+"""Opens a file of the store, such as ``blobs/sha256/<hex>``; raises OSError, KeyError or TarError."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """One image of a store, open as long as `open_image` is.
+
+    Attributes:
+        name: what the index calls it; may be empty.
+        digest: of the manifest.
+        manifest, config: as parsed.
+        config_digest: of the config: Docker's image id.
+        layers: from the lowest.
+        store: where it lies, for messages.
+    """
+
+    name: str
+    digest: str
+    manifest: Mapping[str, Any]
+    config: Mapping[str, Any]
+    config_digest: str
+    layers: tuple[Descriptor, ...]
+    store: str
+    _open: OpenBlob
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The config's labels."""
+        return dict((self.config.get("config") or {}).get("Labels") or {})
+
+    def open_layer(self, layer: Descriptor) -> IO[bytes]:
+        """Open a layer's blob as stored, which may be compressed; its digest is not checked."""
+        return _open_file(self._open, f"{BLOBS}/{_hex(layer.digest, self.store)}", self.store)
+
+    def read_file(self, path: str) -> bytes | None:
+        """Return the file at ``path`` as a container would see it; None when there is none.
+
+        Raises:
+            ImageError: when a layer cannot be read, or the file is longer than `FILE_LIMIT`.
+        """
+        wanted = path.strip("/")
+        for layer in reversed(self.layers):
+            if layer.media_type.endswith("+zstd"):
+                raise ImageError("cannot read inside a layer compressed with zstd", place=self.store)
+            try:
+                with self.open_layer(layer) as blob, tarfile.open(fileobj=blob) as tar:
+                    found = _find(tar, wanted)
+            except (tarfile.TarError, EOFError, OSError) as error:
+                raise ImageError(f"layer {layer.digest} is damaged: {error}", place=self.store) from None
+            if found is not None:
+                return found.data
+        return None
+
+
+@contextlib.contextmanager
+def open_image(path: Path, name: str = "", architecture: str = "amd64") -> Iterator[StoredImage]:
+    """Open an image of the OCI layout folder or archive at ``path``.
+
+    Args:
+        path: a folder with ``oci-layout`` and ``index.json``, or a tar of one.
+        name: which image, as the index calls it; needed only where the store has several.
+        architecture: which platform of a multi-platform image.
+
+    Raises:
+        ImageError: when it is no such thing, holds no such image, or a JSON file is damaged.
+    """
+    with contextlib.ExitStack() as stack:
+        store = str(path)
+        open_blob = _folder_opener(path) if path.is_dir() else stack.enter_context(_archive_opener(path))
+        index = _read_json(open_blob, "index.json", store)
+        entry = _select(open_blob, index, name, architecture, store)
+        yield _load(open_blob, entry, store)
+
+
+def read_base(folder: Path, name: str = "", architecture: str = "amd64") -> BaseImage:
+    """Return the image of a layout folder as a base; layers are checked when they are written.
+
+    Raises:
+        ImageError: when there is no such image or a blob is missing or of another size.
+    """
+    if not folder.is_dir():
+        raise ImageError("is not a folder", place=str(folder), hint="a base is an OCI image layout folder")
+    with open_image(folder, name, architecture) as image:
+        diff_ids = image.config["rootfs"]["diff_ids"]
+        layers = []
+        for layer, diff_id in zip(image.layers, diff_ids, strict=True):
+            source = folder / BLOBS / _hex(layer.digest, image.store)
+            found = source.stat().st_size if source.is_file() else None
+            if found != layer.size:
+                what = "is missing" if found is None else f"needs {layer.size} bytes, found {found}"
+                raise ImageError(f"the layer's blob {what}", place=str(source), hint="make the base anew")
+            layers.append(BaseLayer(layer.media_type, layer.digest, layer.size, diff_id, source, layer.name))
+        return BaseImage(image.digest, image.name, image.config, tuple(layers))
+
+
+def _folder_opener(path: Path) -> OpenBlob:
+    return lambda name: (path / name).open("rb")
+
+
+@contextlib.contextmanager
+def _archive_opener(path: Path) -> Iterator[OpenBlob]:
+    try:
+        tar = tarfile.open(path, "r:")  # noqa: SIM115
+    except (OSError, tarfile.TarError) as error:
+        hint = "needs an OCI layout folder or an archive of one"
+        raise ImageError(f"cannot be read as an image: {error}", place=str(path), hint=hint) from None
+    with tar:
+
+        def open_blob(name: str) -> IO[bytes]:
+            file = tar.extractfile(name)
+            if file is None:
+                raise FileNotFoundError(name)
+            return file
+
+        yield open_blob
+
+
+def _open_file(open_blob: OpenBlob, name: str, store: str) -> IO[bytes]:
+    try:
+        return open_blob(name)
+    except (OSError, KeyError, tarfile.TarError):
+        hint = "needs an OCI layout folder or an archive of one" if name == "index.json" else ""
+        raise ImageError(f"has no readable {name}", place=store, hint=hint) from None
+
+
+def _read_json(open_blob: OpenBlob, name: str, store: str, digest: str = "") -> dict[str, Any]:
+    try:
+        with _open_file(open_blob, name, store) as file:
+            data = file.read(2 * MAX_MANIFEST)
+        if digest and digest_of(data) != digest:
+            raise ImageError(f"is damaged: needs {digest}, found {digest_of(data)}", place=f"{store}: {name}")
+        value = parse_json(data, name)
+    except FormatError as error:
+        raise ImageError(str(error), place=store) from None
+    if not isinstance(value, dict):
+        raise ImageError(f"{name} is not a JSON object", place=store)
+    return value
+
+
+def _read_blob(open_blob: OpenBlob, digest: Any, store: str) -> dict[str, Any]:
+    return _read_json(open_blob, f"{BLOBS}/{_hex(digest, store)}", store, str(digest))
+
+
+def _hex(digest: Any, store: str) -> str:
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise ImageError(f"needs a sha256 digest, found {digest!r}", place=store)
+    return digest.removeprefix("sha256:")
+
+
+def _select(
+    open_blob: OpenBlob, index: Mapping[str, Any], name: str, architecture: str, store: str
+) -> Mapping[str, Any]:
+    """Return the one index entry that is meant, looking into nested indexes for the platform."""
+    entries = [entry for entry in index.get("manifests") or [] if not name or entry_name(entry) == name]
+    found = []
+    for entry in entries:
+        if entry.get("mediaType") in _INDEX_TYPES:
+            nested = _read_blob(open_blob, entry.get("digest"), store)
+            found += [
+                {**item, "annotations": entry.get("annotations") or {}}
+                for item in nested.get("manifests") or []
+                if _is_platform(item, architecture)
+            ]
+        elif entry.get("mediaType") in _MANIFEST_TYPES and _is_platform(entry, architecture):
+            found.append(entry)
+    if len({str(entry.get("digest")) for entry in found}) == 1:
+        return found[0]
+    what = f"an image called {name!r}" if name else f"one image for linux/{architecture}"
+    names = ", ".join(sorted({entry_name(entry) or "(no name)" for entry in found}))
+    raise ImageError(f"needs {what}, found {len(found)}" + (f": {names}" if names else ""), place=store)
+
+
+def _is_platform(entry: Mapping[str, Any], architecture: str) -> bool:
+    platform = entry.get("platform")
+    if not isinstance(platform, dict):
+        return True
+    return (platform.get("os"), platform.get("architecture")) == ("linux", architecture)
+
+
+def _load(open_blob: OpenBlob, entry: Mapping[str, Any], store: str) -> StoredImage:
+    manifest = _read_blob(open_blob, entry.get("digest"), store)
+    try:
+        config_type, config_digest = manifest["config"]["mediaType"], manifest["config"]["digest"]
+        if config_type not in _CONFIG_TYPES:
+            raise ImageError(f"is not a container image: its config is {config_type}", place=store)
+        config = _read_blob(open_blob, config_digest, store)
+        diff_ids = config["rootfs"]["diff_ids"]
+        layers = tuple(
+            _descriptor(item, str(diff_id), store)
+            for item, diff_id in zip(manifest["layers"], diff_ids, strict=True)
+        )
+    except (KeyError, TypeError, ValueError):
+        raise ImageError("the manifest and config do not describe the same layers", place=store) from None
+    return StoredImage(
+        entry_name(entry), str(entry["digest"]), manifest, config, config_digest, layers, store, open_blob
+    )
+
+
+def _descriptor(item: Mapping[str, Any], diff_id: str, store: str) -> Descriptor:
+    media_type = _LAYER_TYPES.get(item["mediaType"])
+    if media_type is None:
+        raise ImageError(f"has a layer of the unsupported type {item['mediaType']}", place=store)
+    _hex(item["digest"], store)
+    _hex(diff_id, store)
+    annotations = item.get("annotations") or {}
+    name, kind = str(annotations.get(LAYER_NAME, "layer")), str(annotations.get(LAYER_KIND, ""))
+    return Descriptor(media_type, item["digest"], int(item["size"]), diff_id, name, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The answer of one layer: the file's bytes, or None when the layer deletes it."""
+
+    data: bytes | None
+
+
+def _find(tar: tarfile.TarFile, wanted: str) -> _Found | None:
+    """Look for ``wanted`` in one layer; None when the layer says nothing about it."""
+    parts = wanted.split("/")
+    parents = ["/".join(parts[:count]) for count in range(len(parts))]
+    deleted = {f"{parent}/.wh.{part}".lstrip("/") for parent, part in zip(parents, parts, strict=True)}
+    deleted |= {f"{parent}/.wh..wh..opq".lstrip("/") for parent in parents}
+    hidden = False
+    for member in tar:
+        name = member.name.removeprefix("./").strip("/")
+        if name == wanted:
+            return _Found(_content(tar, member, wanted))
+        hidden = hidden or name in deleted
+    return _Found(None) if hidden else None
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, wanted: str) -> bytes | None:
+    try:
+        file = tar.extractfile(member)
+    except KeyError:
+        file = None  # a link to another layer
+    if file is None:
+        return None
+    with file:
+        data = file.read(FILE_LIMIT + 1)
+    if len(data) > FILE_LIMIT:
+        raise ImageError(f"{wanted} is longer than {FILE_LIMIT} bytes")
+    return data
