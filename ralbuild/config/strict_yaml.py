@@ -84,7 +84,7 @@ def _at(name: str, mark: Any) -> str:
 
 
 def _check_events(text: str, name: str, document: Document) -> bool:
-    """Look at the event stream before nodes are built: depth, aliases and documents are bounded here."""
+    """Look at the event stream before nodes are built: depth, aliases, tags, documents."""
     depth = documents = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         at = _at(name, event.start_mark)
@@ -92,6 +92,9 @@ def _check_events(text: str, name: str, document: Document) -> bool:
             document.problems.append(
                 Problem("anchors and aliases are not allowed", at, "write the value out")
             )
+            return False
+        if tag := getattr(event, "tag", None):
+            document.problems.append(Problem(f"the tag {tag!r} is not allowed", at, "write a plain value"))
             return False
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
@@ -118,9 +121,6 @@ class _Reader:
     def read(self, node: yaml.Node, path: Path) -> Any:
         at = _at(self.name, node.start_mark)
         self.document.values[path] = at
-        if not node.tag.startswith("tag:yaml.org,2002:"):
-            self._problem(f"the tag {node.tag!r} is not allowed", at, "write a plain value")
-            return None
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):

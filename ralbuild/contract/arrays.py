@@ -9,7 +9,6 @@ arrays therefore give the same bytes.
 from __future__ import annotations
 
 import array
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -112,19 +111,33 @@ def read_arrays(data: bytes, where: str) -> ArrayFile:
     if not isinstance(header, dict):
         raise FormatError(where, "not a table file: the header is not an object")
     metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise FormatError(where, "not a table file: its metadata is not an object")
     body = memoryview(data)[8 + size :]
     arrays: dict[str, memoryview] = {}
     end = 0
     for name, item in header.items():
-        code = _CODES.get(str(item.get("dtype")))
-        if code is None:
-            raise FormatError(where, f"array {name!r} has the unknown type {json.dumps(item.get('dtype'))}")
-        begin, stop = item["data_offsets"]
-        width = array.array(code).itemsize
-        if not 0 <= begin <= stop <= len(body) or stop - begin != math.prod(item["shape"]) * width:
-            raise FormatError(where, f"array {name!r} does not fit its offsets")
+        code, begin, stop = _entry(name, item, len(body), where)
         end = max(end, stop)
         arrays[name] = body[begin:stop].cast(code)  # type: ignore[call-overload]
     if end != len(body):
         raise FormatError(where, f"{len(body) - end} bytes follow the last array")
     return ArrayFile(arrays, {str(key): str(item) for key, item in metadata.items()})
+
+
+def _entry(name: str, item: Any, size: int, where: str) -> tuple[str, int, int]:
+    """Check one header entry; return its array type code and byte range."""
+    item = item if isinstance(item, dict) else {}
+    code = _CODES.get(str(item.get("dtype")))
+    shape, offsets = item.get("shape"), item.get("data_offsets")
+    if code is None or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise FormatError(where, f"array {name!r} needs a known dtype, a shape and two offsets")
+    begin, stop = offsets
+    width = array.array(code).itemsize
+    if not begin <= stop <= size or stop - begin != math.prod(shape) * width:
+        raise FormatError(where, f"array {name!r} does not fit its offsets")
+    return code, begin, stop
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)

@@ -59,32 +59,27 @@ class TransducerSize:
     max_held: int
 
 
+def _add_rule(nfa: Nfa, rule: TextRule, number: int) -> int:
+    """Add a rule's literal to the automaton and return its first state."""
+    needs_boundary = rule.whole_word and rule.literal[-1] in WORD_BYTES
+    return nfa.literal(rule.literal, ignore_case=rule.ignore_case, accept=Accept(number, needs_boundary))
+
+
 class TransducerBuilder:
     """Builds one table for all profiles; each profile is a start state."""
 
     def __init__(self, profiles: tuple[ProfileRules, ...]) -> None:
         self.profiles = profiles
-        self.rules: list[TextRule] = []
+        # Numbered by rule id: of two matches of one length, the rule that comes first in the file wins.
+        every = dict.fromkeys(rule for profile in profiles for rule in profile.texts)
+        self.rules: list[TextRule] = sorted(every, key=lambda rule: rule.id)
         nfa = Nfa()
-        starts: list[list[int]] = []
-        numbers: dict[TextRule, tuple[int, int]] = {}
-        for profile in profiles:
-            starts.append([])
-            for rule in profile.texts:
-                if rule not in numbers:
-                    right = rule.whole_word and rule.literal[-1] in WORD_BYTES
-                    accept = Accept(len(self.rules), right)
-                    first = nfa.literal(rule.literal, ignore_case=rule.ignore_case, accept=accept)
-                    numbers[rule] = (len(self.rules), first)
-                    self.rules.append(rule)
-                starts[-1].append(numbers[rule][1])
+        first_of = {rule: _add_rule(nfa, rule, number) for number, rule in enumerate(self.rules)}
+        rule_of = {first: rule for rule, first in first_of.items()}
         self.dfa = Dfa(nfa, [rule.level for rule in self.rules])
-        first_rule = {first: rule for rule, (_, first) in numbers.items()}
+        starts = [[first_of[rule] for rule in profile.texts] for profile in profiles]
         self.fresh = [
-            {
-                after_word: self._fresh(states, first_rule, after_word=after_word)
-                for after_word in (False, True)
-            }
+            {after_word: self._fresh(states, rule_of, after_word=after_word) for after_word in (False, True)}
             for states in starts
         ]
         self.programs: list[tuple[Op, ...]] = []

@@ -1,0 +1,198 @@
+"""The transducer against the independent reference (tests/rule_reference.py), and its promises."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rule_reference import rewrite
+
+from ralbuild.contract.codec import FormatError
+from ralbuild.contract.transducer import Transducer, TransducerTable, read_transducer
+from ralbuild.errors import CompileError
+from ralbuild.fold import transducer as module
+from ralbuild.fold.rules import HTML_ENTITIES, MARKUP, REDACTION, ProfileRules, TextRule
+from ralbuild.fold.transducer import TransducerBuilder
+
+SEED = 20261130
+RULE_SETS = 1000
+PIECES = [b"a", b"b", b"A", b" ", b".", b"<", "é".encode(), "风".encode(), b"\xf0", b"\x9f"]
+
+
+def build(*profiles: ProfileRules) -> tuple[Transducer, TransducerTable]:
+    count = 1 + max(
+        [rule.id for profile in profiles for rule in profile.texts] + [p.append_id for p in profiles]
+    )
+    data, _ = TransducerBuilder(profiles).build(count)
+    table = read_transducer(data, "test")
+    return Transducer(table), table
+
+
+def bold(number: int, literal: str, **options: bool) -> TextRule:
+    values = {"ignore_case": True, "whole_word": True} | options
+    return TextRule(number, MARKUP, literal.encode(), before=b"<b>", after=b"</b>", **values)
+
+
+def redact(number: int, literal: str, replacement: str = "[x]") -> TextRule:
+    return TextRule(number, REDACTION, literal.encode(), True, False, replacement=replacement.encode())
+
+
+def random_rules(rng: random.Random, pieces: list[bytes]) -> tuple[TextRule, ...]:
+    rules = []
+    for number in range(rng.randint(0, 5)):
+        literal = b"".join(rng.choice(pieces) for _ in range(rng.randint(1, 5))).strip() or b"a"
+        level = rng.choice([REDACTION, MARKUP, MARKUP])
+        replaced = level == REDACTION or rng.random() < 0.3
+        rules.append(
+            TextRule(
+                number,
+                level,
+                literal,
+                rng.random() < 0.5,
+                rng.random() < 0.4,
+                replacement=rng.choice([b"", b"[X]", b"a"]) if replaced else None,
+                before=b"<b>",
+                after=b"</b>",
+                escaped=rng.random() < 0.3,
+            )
+        )
+    if rng.random() < 0.3:
+        rules += [
+            TextRule(5, MARKUP, text, False, False, replacement=entity) for text, entity in HTML_ENTITIES
+        ]
+    return tuple(rules)
+
+
+def test_random_rule_sets_agree_with_the_reference_whatever_the_chunks() -> None:
+    rng = random.Random(SEED)
+    cases = matched = 0
+    for _ in range(RULE_SETS):
+        pieces = rng.sample(PIECES, rng.randint(2, 4))
+        profiles = (
+            ProfileRules(random_rules(rng, pieces), rng.choice([b"", b"END"]), 6),
+            ProfileRules(random_rules(rng, pieces)),
+        )
+        machine, table = build(*profiles)
+        for index, _ in itertools.product((0, 1), range(6)):
+            text = b"".join(rng.choice(pieces) for _ in range(rng.randint(0, 14)))
+            slot, out, at = machine.start(index), b"", 0
+            while at < len(text):
+                step = rng.randint(1, 4)
+                out += slot.feed(text[at : at + step])
+                at += step
+                assert len(slot.pending) <= table.max_held
+            out += slot.finish()
+            assert (out, slot.events) == rewrite(profiles[index], text), (text, profiles[index])
+            cases += 1
+            matched += bool(slot.events)
+    print(f"seed {SEED}: {cases} cases, {matched} with a match, 0 mismatches")
+    assert matched > cases // 4
+
+
+@pytest.mark.parametrize(
+    ("rules", "text", "expected"),
+    [
+        ((bold(0, "risk"),), "Risk, risky risk_ RISK", "<b>Risk</b>, risky risk_ <b>RISK</b>"),
+        ((bold(0, "risk"), bold(1, "risk appetite")), "risk appetites", "<b>risk</b> appetites"),
+        ((bold(0, "risk"), bold(1, "risk appetite")), "risk appetite", "<b>risk appetite</b>"),
+        ((bold(0, "风险", whole_word=False),), "高风险", "高<b>风险</b>"),
+        ((bold(0, "C++"),), "C++, C++x xC++", "<b>C++</b>, <b>C++</b>x xC++"),
+        ((redact(0, "secret"), bold(1, "secret plan")), "the secret plan", "the [x] plan"),
+        ((redact(0, "plan b"), bold(1, "secret plan")), "secret plan b", "secret [x]"),
+        (
+            (redact(0, "d"), bold(1, "abcd", whole_word=False), bold(2, "bc", whole_word=False)),
+            "abcd",
+            "a<b>bc</b>[x]",
+        ),
+        ((redact(0, "abc"), redact(1, "cd")), "abcd", "[x]d"),
+    ],
+)
+def test_semantics_by_example(rules: tuple[TextRule, ...], text: str, expected: str) -> None:
+    machine, _ = build(ProfileRules(rules))
+    assert machine.rewrite(0, text.encode())[0].decode() == expected
+
+
+def test_no_byte_of_a_redacted_match_leaves_at_any_split() -> None:
+    secret = "insider information"
+    machine, _ = build(ProfileRules((redact(0, secret, "#"), bold(1, "information"), bold(2, "the insider"))))
+    text = f"Only the {secret.upper()} counts: {secret}.".encode()
+    for first, second in itertools.combinations(range(len(text) + 1), 2):
+        slot = machine.start(0)
+        out = slot.feed(text[:first])
+        seen = [out]
+        out += slot.feed(text[first:second])
+        seen.append(out)
+        out += slot.feed(text[second:]) + slot.finish()
+        assert out == b"Only the # counts: #."
+        for part in seen:
+            assert out.startswith(part), "what was sent is never taken back"
+
+
+def test_text_that_no_rule_can_touch_is_never_held() -> None:
+    machine, _ = build(ProfileRules((bold(0, "risk"), redact(1, "secret"))))
+    slot = machine.start(0)
+    for word in (b"Hello", b" world", b".", " naïve 🙂".encode(), b"\n"):
+        assert slot.feed(word) == word
+        assert not slot.pending
+
+
+def held_is_needed(machine: Transducer, prefix: bytes, alphabet: bytes, depth: int) -> bool:
+    """Tell whether two continuations decide the first held byte differently: then holding it is right."""
+    outs = set()
+    for length in range(depth + 1):
+        for tail in itertools.product(alphabet, repeat=length):
+            slot = machine.start(0)
+            sent = slot.feed(prefix)
+            full = sent + slot.feed(bytes(tail)) + slot.finish()
+            outs.add(full[len(sent) : len(sent) + 1])
+            if len(outs) > 1:
+                return True
+    return False
+
+
+def test_nothing_is_held_a_byte_longer_than_it_can_still_match() -> None:
+    rules = (bold(0, "ab"), bold(1, "ab cab"), redact(2, "bb"), redact(3, "ac"))
+    machine, _ = build(ProfileRules(rules))
+    alphabet = b"abc "
+    checked = 0
+    for length in range(1, 6):
+        for text in itertools.product(alphabet, repeat=length):
+            slot = machine.start(0)
+            slot.feed(bytes(text))
+            if slot.pending:
+                checked += 1
+                assert held_is_needed(machine, bytes(text), alphabet, 5), bytes(text)
+    assert checked > 100
+
+
+def test_the_table_is_the_same_bytes_in_every_process_and_rule_order_only_matters_for_ties() -> None:
+    profile = ProfileRules(tuple(bold(n, word) for n, word in enumerate(["risk", "audit", "risk appetite"])))
+    data = {TransducerBuilder((profile, ProfileRules())).build(3)[0] for _ in range(3)}
+    assert len({hashlib.sha256(item).hexdigest() for item in data}) == 1
+
+
+def test_a_table_over_budget_is_an_error_that_names_the_longest_rules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "TABLE_BUDGET", 1000)
+    with pytest.raises(CompileError) as caught:
+        build(ProfileRules((bold(0, "a rather long term to match"), bold(1, "risk"))))
+    assert "a rather long term" in caught.value.problems[0].hint
+
+
+@given(st.binary(max_size=64), st.integers(0, 4000), st.integers(0, 255))
+@settings(max_examples=200, deadline=None)
+def test_a_damaged_table_is_refused_or_still_in_bounds(noise: bytes, at: int, value: int) -> None:
+    data, _ = TransducerBuilder((ProfileRules((bold(0, "risk"), redact(1, "secret"))),)).build(2)
+    damaged = bytearray(data)
+    damaged[at % len(data)] = value
+    for candidate in (bytes(damaged), data[: at % len(data)], noise, data + noise[:1]):
+        try:
+            table = read_transducer(candidate, "damaged")
+        except FormatError:
+            continue
+        Transducer(table).rewrite(0, b"risk secret x")
