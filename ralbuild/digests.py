@@ -9,9 +9,11 @@ is damaged, foreign or unwritable means that the file is read again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -102,22 +104,21 @@ class DigestCache:
             return
         kept = dict(values)
         data = canonical_json(to_plain(_Entry(key, kept, _checksum(key, kept))))
-        temporary = place.with_name(f".{place.name}.{os.getpid()}")
+        temporary = place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             temporary.write_bytes(data)
             temporary.replace(place)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     def forget(self, path: Path, purpose: str) -> None:
         """Drop what is remembered for ``path``."""
         place = self._place(path, purpose)
         if place is not None:
-            try:
-                place.unlink(missing_ok=True)
-            except OSError:
-                return
+            with contextlib.suppress(OSError):
+                place.unlink()
 
     def _place(self, path: Path, purpose: str) -> Path | None:
         if self.folder is None:

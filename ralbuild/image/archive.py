@@ -50,7 +50,9 @@ def write_archive(target: Path, image: Image, tag: str, progress: Progress | Non
         with locked(lambda: (partial, _open(partial)), note) as (_, fd):
             try:
                 os.ftruncate(fd, 0)
-                check_room(target.parent, needed)
+                check_room(
+                    target.parent, needed, [file for recipe, _ in pieces for file in recipe.copied_files]
+                )
                 for recipe, digest in pieces:
                     append_layer(recipe, fd, digest, progress)
                 partial.rename(target)

@@ -8,7 +8,8 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ralbuild.digests import StatKey
@@ -19,6 +20,7 @@ Note = Callable[[str], None]
 """Tells the user one line."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FICLONE = 0x40049409  # linux/fs.h
 
 
 @contextlib.contextmanager
@@ -59,11 +61,26 @@ def changed(source: HostFile, what: str) -> ImageError:
     )
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Raise HostError when the file system of ``folder`` has less than ``needed`` bytes to give."""
+def check_room(folder: Path, needed: int, files: Iterable[HostFile] = ()) -> None:
+    """Raise HostError when the file system of ``folder`` has less than ``needed`` bytes to give.
+
+    Those of ``files`` that it can share with their originals (XFS, Btrfs) need no room.
+    """
     free = shutil.disk_usage(folder).free
     if needed > free:
+        needed -= sum(file.size for file in files if _can_share(file.path, folder))
+    if needed > free:
         raise _full(folder, needed, free)
+
+
+def _can_share(source: Path, folder: Path) -> bool:
+    """Tell whether a file in ``folder`` can have the same extents as ``source``, by doing it for a moment."""
+    try:
+        with source.open("rb") as file, tempfile.TemporaryFile(dir=folder) as clone:
+            fcntl.ioctl(clone.fileno(), _FICLONE, file.fileno())
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

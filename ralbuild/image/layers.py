@@ -47,6 +47,11 @@ class Recipe:
         """The files that it reads."""
         return tuple(part for part in self.segments if isinstance(part, HostFile))
 
+    @property
+    def copied_files(self) -> tuple[HostFile, ...]:
+        """Those of them that the kernel is asked to copy, and may share."""
+        return tuple(file for file in self.files if _is_copied(file))
+
 
 def layer_recipe(layer: LayerPlan, mtime: int) -> Recipe:
     """Return the recipe of one of our layers, or raise ImageError for an entry that cannot be in one."""
@@ -108,10 +113,14 @@ def append_layer(recipe: Recipe, out: int, expected: LayerDigest, progress: Prog
         )
 
 
+def _is_copied(source: HostFile) -> bool:
+    # A file with a digest of its own must pass through here; a small one is not worth calls of its own.
+    return not source.sha256 and source.size >= CHUNK
+
+
 def _append_file(source: HostFile, fd: int, writer: _Writer) -> None:
     done = 0
-    # A file with a digest of its own must pass through here; a small one is not worth calls of its own.
-    if not source.sha256 and source.size >= CHUNK:
+    if _is_copied(source):
         done = writer.copy(fd, source.size)
         os.lseek(fd, done, os.SEEK_SET)
     for chunk in _file_chunks(source, fd, done):

@@ -114,7 +114,8 @@ def _add_image(blobs: BlobFolder, image: Image, progress: Progress | None) -> fr
         layer.digest.sha256 for layer in image.unique_layers if blobs.has(layer.digest, progress)
     )
     missing = [layer for layer in image.unique_layers if layer.digest.sha256 not in reused]
-    check_room(blobs.path, _SLACK + sum(layer.digest.size for layer in missing))
+    files = [file for layer in missing for file in layer.recipe.copied_files]
+    check_room(blobs.path, _SLACK + sum(layer.digest.size for layer in missing), files)
     for layer in missing:
         blobs.add(layer.recipe, layer.digest, progress)
     blobs.add_bytes(image.config)
