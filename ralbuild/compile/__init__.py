@@ -1,1 +1,1 @@
-"""TODO"""
+"""Kernels compiled ahead of time: pinned toolchain, sandboxed worker, cubin reader, gate."""
