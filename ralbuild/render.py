@@ -41,6 +41,7 @@ class DockerfileFacts:
     model_files: tuple[str, ...]
     model_dir: str
     ral_dir: str
+    entrypoint: str
     user: str
     port: int
 

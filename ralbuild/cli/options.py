@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ralbuild.report import Report, make_report
+
+if TYPE_CHECKING:
+    from ralbuild.pipeline import BuildRequest
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -57,4 +61,36 @@ def add_cache_option(parser: argparse.ArgumentParser) -> None:
         default=Path(".ral_cache"),
         metavar="DIR",
         help="compiled objects; default: .ral_cache",
+    )
+
+
+def add_build_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `compile`, `render` and `image` need to compile a model."""
+    add_model_option(parser)
+    add_config_option(parser)
+    add_cache_option(parser)
+    parser.add_argument(
+        "--target", choices=("cpu", "cuda"), default="cpu", help="what it will run on; default: cpu"
+    )
+    parser.add_argument(
+        "--arch",
+        action="append",
+        metavar="sm_NN",
+        help="compile for this GPU instead of the config's; repeatable",
+    )
+
+
+def build_request(options: argparse.Namespace, base: Path | None = None) -> BuildRequest:
+    """Return the request that the options of `add_build_options` describe."""
+    from ralbuild.pipeline import BuildRequest
+
+    return BuildRequest(
+        model=options.model,
+        config=options.config,
+        target=options.target,
+        archs=tuple(options.arch) if options.arch else None,
+        cache_dir=options.cache,
+        base=base,
+        rehash=options.rehash,
+        check_repro=getattr(options, "check_repro", False),
     )

@@ -26,9 +26,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(to_plain(model.manifest), indent=2))
         return 0
     manifest = model.manifest
-    print(
-        f"{manifest.architecture}, {manifest.parameters:,} parameters in {manifest.tensors} tensors, {manifest.dtype}"
-    )
+    size = f"{manifest.parameters:,} parameters in {manifest.tensors} tensors"
+    print(f"{manifest.architecture}, {size}, {manifest.dtype}")
     for item in (*manifest.weights, *manifest.files):
         print(f"  sha256:{item.sha256}  {item.size:>14,}  {item.path}")
     return 0

@@ -53,7 +53,7 @@ def assemble_image(plan: ImagePlan, progress: Progress | None = None) -> Image:
     Raises:
         ImageError: for an entry, a base or a layer count that no image may have, or a changed source.
     """
-    layers = [_base_layer(layer) for layer in (plan.base.layers if plan.base else ())]
+    layers = [base_layer(layer) for layer in (plan.base.layers if plan.base else ())]
     layers += [_our_layer(layer, plan.mtime, progress) for layer in plan.layers]
     descriptors = [layer.descriptor for layer in layers]
     config = config_json(plan, descriptors)
@@ -61,7 +61,8 @@ def assemble_image(plan: ImagePlan, progress: Progress | None = None) -> Image:
     return Image(tuple(layers), config, manifest, plan.architecture)
 
 
-def _base_layer(layer: BaseLayer) -> Layer:
+def base_layer(layer: BaseLayer) -> Layer:
+    """Return a base's layer: its blob is copied as it is."""
     descriptor = Descriptor(layer.media_type, layer.digest, layer.size, layer.diff_id, layer.name, "base")
     digest = LayerDigest(layer.digest.removeprefix("sha256:"), layer.size)
     return Layer(descriptor, digest, base_recipe(layer))

@@ -175,10 +175,11 @@ class ImagePlan:
     packing: str = PACKING
 
 
-def weight_layer(path: Path, size: int, digests: FileDigests) -> LayerPlan:
-    """Return the layer of one scanned weight file; scan and plan must use the same ``mtime``."""
+def weight_layer(path: Path, size: int, digests: FileDigests, name: str = "") -> LayerPlan:
+    """Return the layer of one scanned weight file; scan and plan must use the same ``mtime`` and ``name``."""
     folder = MODEL_DIR.strip("/")
+    name = name or path.name
     # The layer's digest covers the file's: a second hash of the file would only cost time.
-    entry = FileEntry(f"{folder}/{path.name}", HostFile(path, size))
+    entry = FileEntry(f"{folder}/{name}", HostFile(path, size))
     known = LayerDigest(digests.layer_sha256, digests.layer_size)
-    return LayerPlan(f"weights {path.name}", "weights", (entry,), (folder,), known)
+    return LayerPlan(f"weights {name}", "weights", (entry,), (folder,), known)

@@ -1,0 +1,100 @@
+"""`ralbuild image`: the main job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ralbuild.cli.options import (
+    add_build_options,
+    add_report_options,
+    build_request,
+    chosen_report,
+)
+
+if TYPE_CHECKING:
+    from ralbuild.image.assemble import Image
+    from ralbuild.image.write import WrittenImage
+    from ralbuild.pipeline import Compiled
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_build_options(parser)
+    parser.add_argument("--base", metavar="oci:DIR", help="base to build on; default: the embedded one")
+    parser.add_argument(
+        "--output",
+        action="append",
+        metavar="FORM",
+        help="oci:DIR or archive:FILE, may be given several times; default: oci:./ral-image",
+    )
+    parser.add_argument("--tag", default="", metavar="NAME[:TAG]", help="name of the image in its outputs")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be written, and write no image"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the digest")
+    add_report_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build an image; print its manifest digest and nothing else on standard output."""
+    from ralbuild.image.outputs import parse_output, parse_tag
+    from ralbuild.pipeline import build_image, plan_only
+
+    report = chosen_report(options)
+    outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])
+    tag = parse_tag(options.tag) if options.tag else ""
+    request = build_request(options, base=_base_folder(options.base))
+    if options.dry_run:
+        compiled, image = plan_only(request, report)
+        print(json.dumps(_summary(compiled, image, None), indent=2) if options.json else _table(image))
+        return 0
+    compiled, image, written = build_image(request, outputs, tag, report)
+    print(json.dumps(_summary(compiled, image, written), indent=2) if options.json else image.digest)
+    if not options.json and not options.quiet and sys.stderr.isatty() and not options.output:
+        print("next: ralbuild run oci:./ral-image", file=sys.stderr)
+    return 0
+
+
+def _base_folder(text: str | None) -> Path | None:
+    from ralbuild.errors import UsageError
+
+    if text is None:
+        return None
+    if not text.startswith("oci:"):
+        hint = "give an OCI layout: --base oci:DIR, as `ralbuild base --out oci:DIR` makes"
+        raise UsageError("bases from registries are not supported in this version", place="--base", hint=hint)
+    return Path(text.removeprefix("oci:"))
+
+
+def _table(image: Image) -> str:
+    from ralbuild.report import format_bytes
+
+    lines = [f"{image.digest}  (not written)"]
+    for layer in image.layers:
+        item = layer.descriptor
+        lines.append(f"  {item.digest[:19]}  {format_bytes(item.size):>8}  {item.kind:<8} {item.name}")
+    return "\n".join(lines)
+
+
+def _summary(compiled: Compiled, image: Image, written: WrittenImage | None) -> dict[str, Any]:
+    reused = {layer.digest for layer in written.layers if layer.reused} if written else set()
+    return {
+        "manifest": image.digest,
+        "config": image.config_digest,
+        "bundle": f"sha256:{compiled.bundle_sha256}",
+        "written": written.bytes_written if written else 0,
+        "layers": [
+            {
+                "name": layer.descriptor.name,
+                "kind": layer.descriptor.kind,
+                "digest": layer.descriptor.digest,
+                "size": layer.descriptor.size,
+                "reused": layer.descriptor.digest in reused,
+            }
+            for layer in image.layers
+        ],
+    }

@@ -1,0 +1,30 @@
+"""`ralbuild render`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ralbuild.cli.options import (
+    add_build_options,
+    add_report_options,
+    build_request,
+    chosen_report,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_build_options(parser)
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="new folder for the build context"
+    )
+    add_report_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write Dockerfile, entrypoint and everything that they copy; weights are hard links."""
+    from ralbuild.pipeline import render_context
+
+    print(render_context(build_request(options), options.out, chosen_report(options)) / "Dockerfile")
+    return 0

@@ -1,0 +1,64 @@
+"""`report.txt`: what was compiled, for people who review it before it ships."""
+
+from __future__ import annotations
+
+from ralbuild.contract.bundle import Bundle, Kernel, Profile
+from ralbuild.fold.transducer import TransducerSize
+
+
+def plan_text(bundle: Bundle, bundle_sha256: str, size: TransducerSize) -> str:
+    """Return the plan: order of work, rules by route, tables, kernels with registers and symbols."""
+    lines = [
+        f"bundle sha256:{bundle_sha256}",
+        f"model {bundle.model}, target {bundle.target}, {bundle.engine.dtype}",
+        f"{bundle.engine.max_batch_size} slots of {bundle.engine.max_seq_len} positions",
+        "",
+        f"Decode step: model, then {', then '.join(step.kernel for step in bundle.patch)}",
+        "",
+        "Routes, first match wins",
+    ]
+    lines += [f"  {route.priority:>6}  {route.match!r} -> {route.action}" for route in bundle.routes]
+    lines.append("     any  default")
+    lines += ["", "Rules"]
+    for profile in bundle.profiles:
+        lines += _profile_lines(bundle, profile)
+    lines += [
+        "",
+        "Transducer",
+        f"  {size.states} states x {size.classes} byte classes, {size.table_bytes} bytes",
+        f"  {size.programs} programs",
+        f"  longest hold-back {size.max_held} bytes; text that no rule can match is never held",
+        "",
+        "Kernels",
+    ]
+    for kernel in bundle.kernels:
+        lines += _kernel_lines(kernel)
+    if not bundle.kernels:
+        lines.append("  none: no GPU architecture was asked for")
+    return "\n".join(lines) + "\n"
+
+
+def _profile_lines(bundle: Bundle, profile: Profile) -> list[str]:
+    imposed = {
+        "temperature": profile.sampling.temperature,
+        "top_p": profile.sampling.top_p,
+    }
+    sampling = ", ".join(f"{name} {value:g}" for name, value in imposed.items() if value is not None)
+    lines = [f"  {profile.name}" + (f" ({sampling})" if sampling else "")]
+    for number in profile.rules:
+        rule = bundle.rules[number]
+        lines.append(f"    {rule.kind:<8} {rule.text!r}  {rule.source}, {rule.place}")
+    return lines
+
+
+def _kernel_lines(kernel: Kernel) -> list[str]:
+    origin = "user" if kernel.user else "built-in"
+    hidden = sum(param.hidden for param in kernel.params)
+    head = f"  {kernel.name} ({origin}), entry {kernel.entry}, {kernel.num_warps} warps, "
+    lines = [f"{head}{len(kernel.params) - hidden} + {hidden} parameters"]
+    for item in kernel.objects:
+        sizes = f"{item.registers} registers, {item.spill_bytes} B spilled, {item.shared_bytes} B shared"
+        lines.append(
+            f"    {item.arch}  {sizes}, cubin {item.cubin.size} B, symbols {', '.join(item.symbols)}"
+        )
+    return lines

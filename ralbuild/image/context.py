@@ -1,0 +1,80 @@
+"""A build context for a container engine: the same file tree as the daemonless image, plus a Dockerfile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ralbuild import __version__
+from ralbuild.contract.places import ENTRYPOINT, MODEL_DIR, PORT, RAL_DIR
+from ralbuild.errors import HostError, ImageError
+from ralbuild.image.plan import FileEntry, HostFile, ImagePlan
+from ralbuild.render import DockerfileFacts, render_dockerfile
+
+EMBEDDED_BASE = "ralbuild/base"
+"""How a Dockerfile calls a base that has no name of its own; its digest is what counts."""
+
+
+def write_context(plan: ImagePlan, out: Path) -> int:
+    """Write the context of ``plan`` to the new folder ``out``; return the number of files.
+
+    Weight files are hard links, so nothing large is copied; small files are written. The folder gets
+    its name when it is complete.
+
+    Raises:
+        HostError: when it cannot be written, or lies on another file system than the weights.
+    """
+    files = [entry for layer in plan.layers for entry in layer.entries if isinstance(entry, FileEntry)]
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        for entry in files:
+            _place(partial / _context_path(entry.path), entry)
+        (partial / "Dockerfile").write_bytes(render_dockerfile(_facts(plan, files)).data)
+        partial.rename(out)
+    except OSError as error:
+        hint = "write it on the file system that holds the weights: they are linked, not copied"
+        raise HostError(f"cannot be written: {error.strerror}", place=str(out), hint=hint) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return len(files) + 1
+
+
+def _context_path(path: str) -> str:
+    """Map a path of the image to one in the context: what the Dockerfile's COPY lines name."""
+    for folder in (MODEL_DIR, RAL_DIR):
+        prefix = folder.strip("/") + "/"
+        if path.startswith(prefix):
+            name = path.removeprefix(prefix)
+            return f"models/{name}" if folder == MODEL_DIR else name
+    raise ImageError(f"{path!r} lies outside {MODEL_DIR} and {RAL_DIR}", place="render")
+
+
+def _place(target: Path, entry: FileEntry) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(entry.source, HostFile):
+        os.link(entry.source.path, target, follow_symlinks=True)
+        return
+    target.write_bytes(entry.source)
+    target.chmod(entry.mode)
+
+
+def _facts(plan: ImagePlan, files: list[FileEntry]) -> DockerfileFacts:
+    assert plan.base is not None  # plan_image always builds on a base
+    models = [entry for entry in files if entry.path.startswith(MODEL_DIR.strip("/") + "/")]
+    return DockerfileFacts(
+        version=__version__,
+        base=f"{plan.base.name or EMBEDDED_BASE}@{plan.base.digest}",
+        labels=tuple(sorted(plan.config.labels.items())),
+        env=plan.config.env,
+        shards=tuple(Path(entry.path).name for entry in models if isinstance(entry.source, HostFile)),
+        model_files=tuple(
+            Path(entry.path).name for entry in models if not isinstance(entry.source, HostFile)
+        ),
+        model_dir=MODEL_DIR,
+        ral_dir=RAL_DIR,
+        entrypoint=ENTRYPOINT,
+        user=plan.config.user,
+        port=PORT,
+    )

@@ -1,0 +1,161 @@
+"""From a compiled bundle to an `ImagePlan`: which file goes where, in which layer, with which labels.
+
+Layers are ordered by rate of change: base, weights, tokenizer and configs, launcher, rules. A changed
+rule touches the last one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from ralbuild import __version__
+from ralbuild.contract.bundle import Bundle
+from ralbuild.contract.manifest import ModelManifest
+from ralbuild.contract.places import (
+    APP_DIR,
+    BUNDLE_FILE,
+    CONFIG_FILE,
+    ENTRYPOINT,
+    MODEL_DIR,
+    OBJECTS_DIR,
+    PORT,
+    USER_ID,
+)
+from ralbuild.errors import ImageError
+from ralbuild.image.plan import BaseImage, FileEntry, ImageConfig, ImagePlan, LayerPlan, weight_layer
+from ralbuild.pins import load_pins
+from ralbuild.render import entrypoint
+from ralbuild.weights.scan import ScannedModel
+
+BASE_CONTRACT = "io.ralbuild.base.contract"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageParts:
+    """Everything of an image that is not the base.
+
+    Attributes:
+        model: the scanned folder.
+        bundle, bundle_json, bundle_sha256: as compiled.
+        objects: content by SHA-256, the objects that the bundle names.
+        config_source: ``ral-config.yaml`` as written.
+        created: the image's date, seconds since 1970.
+        mtime: of every entry, the same that the weights were scanned with.
+    """
+
+    model: ScannedModel
+    bundle: Bundle
+    bundle_json: bytes
+    bundle_sha256: str
+    objects: Mapping[str, bytes]
+    config_source: bytes
+    created: int
+    mtime: int
+
+
+def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
+    """Return the plan of an image on ``base``.
+
+    Raises:
+        ImageError: when the base was not made for this target.
+    """
+    _check_base(base, parts.bundle.target)
+    weights = tuple(
+        weight_layer(shard.path, shard.size, shard.digests, shard.name) for shard in parts.model.shards
+    )
+    layers = (*weights, _model_layer(parts), _launcher_layer(), _rules_layer(parts))
+    config = ImageConfig(
+        env=(("RAL_BUNDLE_SHA256", parts.bundle_sha256),),
+        entrypoint=(ENTRYPOINT,),
+        user=f"{USER_ID}:{USER_ID}",
+        ports=(PORT,),
+        labels=image_labels(parts),
+    )
+    annotations = {"org.opencontainers.image.title": parts.bundle.model}
+    return ImagePlan(base, layers, config, parts.created, parts.mtime, annotations)
+
+
+def image_labels(parts: ImageParts) -> dict[str, str]:
+    """Return what can be read of an image before it is pulled."""
+    bundle, manifest = parts.bundle, parts.model.manifest
+    labels = {
+        "io.ralbuild.version": __version__,
+        "io.ralbuild.target": bundle.target,
+        "io.ralbuild.model": bundle.model,
+        "io.ralbuild.model.architecture": manifest.architecture,
+        "io.ralbuild.model.parameters": str(manifest.parameters),
+        "io.ralbuild.model.manifest": f"sha256:{bundle.manifest.sha256}",
+        "io.ralbuild.weights.bytes": str(parts.model.weight_bytes),
+        "io.ralbuild.weights.memory": str(_resident_bytes(manifest, bundle.engine.dtype)),
+        "io.ralbuild.dtype": bundle.engine.dtype,
+        "io.ralbuild.max_batch_size": str(bundle.engine.max_batch_size),
+        "io.ralbuild.max_seq_len": str(bundle.engine.max_seq_len),
+        "io.ralbuild.bundle": f"sha256:{parts.bundle_sha256}",
+        "io.ralbuild.config": f"sha256:{bundle.config_sha256}",
+        "io.ralbuild.rules": str(len(bundle.rules)),
+    }
+    archs = sorted({item.arch for kernel in bundle.kernels for item in kernel.objects})
+    if archs:
+        pins = load_pins()
+        labels |= {
+            "io.ralbuild.cuda.archs": ",".join(archs),
+            "io.ralbuild.cuda.version": pins.cuda.version,
+            "io.ralbuild.cuda.driver": pins.cuda.driver_floor,
+            "io.ralbuild.cuda.ptx": ".".join(map(str, pins.cubin.ptx_max)),
+        }
+    return labels
+
+
+def _resident_bytes(manifest: ModelManifest, dtype: str) -> int:
+    """Return the memory that the weights take once loaded; keys and values come on top."""
+    return manifest.parameters * (4 if dtype == "float32" else 2)
+
+
+def _check_base(base: BaseImage, target: str) -> None:
+    labels = (base.config.get("config") or {}).get("Labels") or {}
+    found = labels.get(BASE_CONTRACT)
+    if found != "1":
+        raise ImageError(
+            f"is no runtime base: needs the label {BASE_CONTRACT}=1, found {found!r}",
+            place=base.name or base.digest,
+            hint="make one with `ralbuild base --out oci:DIR`",
+        )
+    made_for = labels.get("io.ralbuild.base.target")
+    if made_for != target:
+        raise ImageError(
+            f"is a base for {made_for!r}; the image is for {target!r}", place=base.name or base.digest
+        )
+
+
+def _model_layer(parts: ImageParts) -> LayerPlan:
+    folder = MODEL_DIR.strip("/")
+    entries = tuple(FileEntry(f"{folder}/{name}", data) for name, data in parts.model.files)
+    return LayerPlan("tokenizer and configuration", "small", entries, (folder,))
+
+
+def _launcher_layer() -> LayerPlan:
+    script = FileEntry(ENTRYPOINT.strip("/"), entrypoint().data, 0o755)
+    return LayerPlan("launcher", "small", (*launcher_files(), script), (APP_DIR.strip("/"),))
+
+
+def launcher_files() -> tuple[FileEntry, ...]:
+    """Return what of our own package goes into an image: `contract`, `runtime` and the version."""
+    package = Path(str(resources.files("ralbuild")))
+    sources = [package / "__init__.py"]
+    for room in ("contract", "runtime"):
+        sources += sorted((package / room).rglob("*.py"))
+    folder = f"{APP_DIR.strip('/')}/ralbuild"
+    return tuple(FileEntry(f"{folder}/{path.relative_to(package)}", path.read_bytes()) for path in sources)
+
+
+def _rules_layer(parts: ImageParts) -> LayerPlan:
+    entries = [
+        FileEntry(BUNDLE_FILE.strip("/"), parts.bundle_json),
+        FileEntry(CONFIG_FILE.strip("/"), parts.config_source),
+    ]
+    folder = OBJECTS_DIR.strip("/")
+    entries += [FileEntry(f"{folder}/{digest}", data) for digest, data in sorted(parts.objects.items())]
+    return LayerPlan("rules", "small", tuple(entries), (str(Path(BUNDLE_FILE).parent).strip("/"),))
