@@ -1,0 +1,167 @@
+"""From nothing to ready, in stages. torch and transformers are imported only here, after the cheap checks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ralbuild.contract.codec import FormatError, parse_json
+from ralbuild.runtime.errors import ModelMismatchError, OutOfMemoryError, SelfTestError
+from ralbuild.runtime.host import available_memory, usable_cpus
+from ralbuild.runtime.lifecycle import Lifecycle
+from ralbuild.runtime.log import log_event, log_line
+from ralbuild.runtime.metrics import Metrics
+from ralbuild.runtime.preflight import Checked, check_files
+from ralbuild.runtime.settings import Settings
+
+if TYPE_CHECKING:
+    from ralbuild.runtime.chat import ChatTemplate
+    from ralbuild.runtime.model.graph import DecodeGraph
+    from ralbuild.runtime.model.weights import LoadedModel
+    from ralbuild.runtime.service import Service
+    from ralbuild.runtime.steps import Patch
+    from ralbuild.runtime.tokens import Tokenizer
+
+_KV_SHARE = 0.8
+"""Part of the memory left after loading that keys and values may take."""
+_CANNED_STEPS = 2
+_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class _TextParts:
+    """What works on text and tokens, and needs no torch."""
+
+    patch: Patch
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
+    """Check, load, test and start; the decode loop runs when this returns.
+
+    Raises:
+        StartError: of the class that says what is wrong.
+    """
+    lifecycle.enter("check")
+    checked = check_files(settings)
+    bundle = checked.bundle
+    metrics.describe(bundle, checked.digest)
+    log_event("checked", bundle=f"sha256:{checked.digest}", model=bundle.model)
+    lifecycle.enter("import")
+    with ThreadPoolExecutor(2) as pool:
+        text = pool.submit(_load_text, checked)
+        model = _load_model(settings, lifecycle, checked, pool, text)
+    parts = text.result()
+    lifecycle.enter("self-test")
+    from ralbuild.runtime.engine import Engine
+    from ralbuild.runtime.model.graph import DecodeGraph
+    from ralbuild.runtime.prompts import Prompts
+    from ralbuild.runtime.service import Service
+
+    graph = DecodeGraph(model, parts.patch, bundle.engine.max_seq_len)
+    self_test(graph, checked)
+    kv_bytes = _kv_budget(settings, graph, bundle.engine.max_seq_len)
+    metrics.kv_limit.set(kv_bytes)
+    engine = Engine(
+        graph,
+        frozenset(checked.manifest.eos_token_ids),
+        metrics,
+        slots=bundle.engine.max_batch_size,
+        queue=settings.queue,
+        kv_bytes=kv_bytes,
+    )
+    prompts = Prompts(bundle, parts.patch.tables.machine, parts.tokenizer, parts.template, metrics)
+    engine.start()
+    log_line(f"RAL patch applied to graph_id=0x{id(graph):x} bundle=sha256:{checked.digest}")
+    return Service(bundle, checked.digest, prompts, engine, metrics)
+
+
+def self_test(graph: DecodeGraph, checked: Checked) -> None:
+    """Push the bundle's token sequences through the folded step, and one through the whole graph.
+
+    Raises:
+        SelfTestError: when bytes differ from what the oracle gave at build time, or decoding does not work.
+    """
+    from ralbuild.runtime.sampler import Draw
+
+    for number, test in enumerate(checked.bundle.self_tests):
+        found = graph.patch.replay(test.profile, test.tokens).hex()
+        if found != test.output:
+            message = f"needs {test.output[:80]}, found {found[:80]}"
+            raise SelfTestError(message, place=f"bundle.json: self_tests[{number}]")
+    canned = next((test.tokens for test in checked.bundle.self_tests if test.tokens), (0,))
+    lane = graph.open(graph.patch.open(0, Draw()), len(canned))
+    graph.read(lane, canned, last=True)
+    for _ in range(_CANNED_STEPS):
+        graph.step([lane])
+    graph.close(lane)
+    if lane.slot.exhausted or lane.slot.step != 1 + _CANNED_STEPS:
+        raise SelfTestError("the model gives no usable logits", place="canned prompt")
+
+
+def _load_text(checked: Checked) -> _TextParts:
+    from ralbuild.runtime.chat import find_template
+    from ralbuild.runtime.steps import link_patch, read_tables
+    from ralbuild.runtime.tokens import Tokenizer
+
+    tables = read_tables(checked.bundle, checked.objects)
+    patch = link_patch(checked.bundle, checked.manifest, tables)
+    if "tokenizer.json" not in checked.files:
+        raise ModelMismatchError("is missing", place="tokenizer.json")
+    return _TextParts(patch, Tokenizer(checked.files["tokenizer.json"]), find_template(checked.files))
+
+
+def _load_model(
+    settings: Settings, lifecycle: Lifecycle, checked: Checked, pool: ThreadPoolExecutor, text: Future[Any]
+) -> LoadedModel:
+    """Import torch, then read the weights in a thread while the model's code is imported."""
+    plain = _model_config(checked)
+    _require_memory(checked)
+    from ralbuild.runtime.model.families import empty_model, import_family
+    from ralbuild.runtime.model.weights import DTYPES, fill_model, prepare_torch, read_weights
+
+    text.result()  # a bundle that cannot run is refused before the weights are read
+    threads = settings.threads or usable_cpus()
+    prepare_torch(threads)
+    dtype = DTYPES[checked.bundle.engine.dtype]
+    weights = pool.submit(read_weights, checked.weights, dtype, lifecycle.progress)
+    config_class, model_class = import_family(checked.manifest.model_type)
+    model = empty_model(config_class, model_class, plain)
+    lifecycle.enter("load")
+    loaded = fill_model(model, weights.result(), dtype)
+    log_event(
+        "loaded", dtype=checked.bundle.engine.dtype, parameters=checked.manifest.parameters, threads=threads
+    )
+    return loaded
+
+
+def _model_config(checked: Checked) -> dict[str, Any]:
+    try:
+        plain = parse_json(checked.files.get("config.json", b"null"), "config.json")
+    except FormatError as error:
+        raise ModelMismatchError(error.message, place=error.where) from None
+    if not isinstance(plain, dict) or plain.get("model_type") != checked.manifest.model_type:
+        message = f"is not the configuration of a {checked.manifest.model_type!r} model"
+        raise ModelMismatchError(message, place="config.json")
+    return plain
+
+
+def _require_memory(checked: Checked) -> None:
+    needed = checked.manifest.parameters * _ITEM_BYTES[checked.bundle.engine.dtype]
+    free = available_memory()
+    if needed > free:
+        message = f"the weights need {needed >> 20} MiB, {free >> 20} MiB are free"
+        raise OutOfMemoryError(message, hint="raise the memory limit, or build with runtime.dtype: bfloat16")
+
+
+def _kv_budget(settings: Settings, graph: DecodeGraph, max_seq_len: int) -> int:
+    budget = settings.kv_bytes or int(available_memory() * _KV_SHARE)
+    needed = graph.cache.cost(max_seq_len)
+    if needed > budget:
+        message = (
+            f"one text of {max_seq_len} tokens needs {needed >> 20} MiB of cache, {budget >> 20} MiB are free"
+        )
+        raise OutOfMemoryError(message, hint="raise the memory limit or lower max_seq_len")
+    return budget

@@ -1,0 +1,241 @@
+"""The decode loop: one thread that reads prompts, steps every running text and hands out what is decided.
+
+A request waits in a bounded queue, gets a slot and a reservation of cache memory, has its prompt read
+in chunks between the steps of the others, and then steps with them until its text ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+
+from ralbuild.runtime.errors import ApiError
+from ralbuild.runtime.log import log_event
+from ralbuild.runtime.metrics import Metrics
+from ralbuild.runtime.model.graph import DecodeGraph, Lane
+from ralbuild.runtime.orders import Order, Piece
+from ralbuild.runtime.text import TextStream
+
+ALONE, SHARED = 512, 128
+"""Prompt tokens read in one go: with nothing else running, and between two steps of running texts."""
+
+
+class Generation:
+    """One request inside the engine. ``sink`` is called from the engine's thread, for every piece."""
+
+    def __init__(self, order: Order, sink: Callable[[Piece], None]) -> None:
+        self.order = order
+        self.sink = sink
+        self.cancelled = False
+        self.arrived = time.monotonic()
+        self.first_token = 0.0
+        self.read = 0
+        self.lane: Lane | None = None
+        self.stream = TextStream(order.stops)
+
+
+class Engine:
+    """Owns the decode graph. `submit` and `cancel` may be called from any thread."""
+
+    def __init__(
+        self,
+        graph: DecodeGraph,
+        eos: frozenset[int],
+        metrics: Metrics,
+        *,
+        slots: int,
+        queue: int,
+        kv_bytes: int,
+    ) -> None:
+        self._graph = graph
+        self._eos = eos
+        self._metrics = metrics
+        self._slots = slots
+        self._queue = queue
+        self._kv_bytes = kv_bytes
+        self._reserved = 0
+        self._waiting: deque[Generation] = deque()
+        self._reading: deque[Generation] = deque()
+        self._running: list[Generation] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="decode", daemon=True)
+
+    def start(self) -> None:
+        """Start the loop's thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop after the present step; what still runs is dropped."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """False once the thread has ended."""
+        return self._thread.is_alive()
+
+    @property
+    def busy(self) -> int:
+        """Requests that wait or run."""
+        return len(self._waiting) + len(self._reading) + len(self._running)
+
+    def submit(self, order: Order, sink: Callable[[Piece], None]) -> Generation:
+        """Queue a request.
+
+        Raises:
+            ApiError: 429 when as many requests wait as may wait.
+        """
+        generation = Generation(order, sink)
+        with self._wake:
+            free = self._slots - self._taken()
+            if len(self._waiting) >= self._queue + free:
+                self._metrics.rejected.labels("queue_full").inc()
+                message = f"{len(self._waiting)} requests are waiting already"
+                raise ApiError(429, "queue_full", message, retry_after=1)
+            self._waiting.append(generation)
+            self._observe()
+            self._wake.notify()
+        return generation
+
+    def cancel(self, generation: Generation) -> None:
+        """Stop generating for a request whose client is gone, at the latest after the present step."""
+        with self._wake:
+            generation.cancelled = True
+            self._wake.notify()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopping or self.busy)
+                if self._stopping:
+                    return
+                self._drop_cancelled()
+                self._admit()
+                self._observe()
+            self._work()
+
+    def _work(self) -> None:
+        try:
+            self._read_prompts()
+            if self._running:
+                self._step()
+        except Exception as error:
+            # A bug or exhausted memory: these requests fail, the next ones get a clean cache.
+            log_event("step failed", error=type(error).__name__, trace=traceback.format_exc())
+            self._metrics.failures.inc()
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        failed = [*self._reading, *self._running]
+        with self._wake:
+            self._reading.clear()
+            self._running.clear()
+            self._reserved = 0
+            self._graph.reset()
+            self._observe()
+        for generation in failed:
+            generation.sink(Piece("", _lane(generation).slot.step, error="the decode step failed"))
+
+    def _drop_cancelled(self) -> None:
+        for generation in [*self._reading, *self._running]:
+            if generation.cancelled:
+                self._metrics.cancelled.inc()
+                self._release(generation)
+        kept = [generation for generation in self._waiting if not generation.cancelled]
+        self._metrics.cancelled.inc(len(self._waiting) - len(kept))
+        self._waiting = deque(kept)
+
+    def _admit(self) -> None:
+        """Give slots to the first in the queue. Nobody overtakes: a large request is not starved."""
+        while self._waiting and self._taken() < self._slots:
+            cost = self._cost(self._waiting[0].order)
+            if self._reserved + cost > self._kv_bytes and self._taken():
+                return
+            generation = self._waiting.popleft()
+            self._reserved += cost
+            order = generation.order
+            slot = self._graph.patch.open(order.profile, order.draw)
+            generation.lane = self._graph.open(slot, len(order.prompt))
+            self._reading.append(generation)
+            self._metrics.prompt_tokens.inc(len(order.prompt))
+
+    def _read_prompts(self) -> None:
+        budget = SHARED if self._running else ALONE
+        while self._reading and budget > 0:
+            generation = self._reading[0]
+            lane = _lane(generation)
+            chunk = generation.order.prompt[generation.read : generation.read + budget]
+            generation.read += len(chunk)
+            budget -= len(chunk)
+            last = generation.read == len(generation.order.prompt)
+            self._graph.read(lane, chunk, last=last)
+            if last:
+                self._reading.popleft()
+                self._running.append(generation)
+                generation.first_token = time.monotonic()
+                self._metrics.first_token.observe(generation.first_token - generation.arrived)
+                self._deliver(generation)
+
+    def _step(self) -> None:
+        begin = time.monotonic()
+        running = list(self._running)
+        self._graph.step([_lane(generation) for generation in running])
+        for generation in running:
+            self._deliver(generation)
+        self._metrics.step.observe(time.monotonic() - begin)
+
+    def _deliver(self, generation: Generation) -> None:
+        """Hand out what the last step decided, and end the text when it has ended."""
+        slot, stream, patch = _lane(generation).slot, generation.stream, self._graph.patch
+        self._metrics.generated_tokens.inc()
+        self._metrics.count_rules(slot)
+        text = stream.push(slot.output)
+        finish = ""
+        if slot.token in self._eos or stream.stopped:
+            finish = "stop"
+        elif slot.step >= generation.order.max_tokens:
+            finish = "length"
+        if not finish:
+            if text:
+                generation.sink(Piece(text, slot.step))
+            return
+        text += stream.end(*patch.finish(slot, generation.order.profile, cut=stream.stopped))
+        self._metrics.count_rules(slot)
+        self._end(generation, Piece(text, slot.step, finish=finish))
+
+    def _end(self, generation: Generation, piece: Piece) -> None:
+        with self._wake:
+            self._release(generation)
+            self._observe()
+        generation.sink(piece)
+
+    def _release(self, generation: Generation) -> None:
+        group = self._running if generation in self._running else self._reading
+        group.remove(generation)
+        self._graph.close(_lane(generation))
+        self._reserved -= self._cost(generation.order)
+        generation.lane = None
+
+    def _taken(self) -> int:
+        return len(self._reading) + len(self._running)
+
+    def _cost(self, order: Order) -> int:
+        return self._graph.cache.cost(len(order.prompt) + order.max_tokens)
+
+    def _observe(self) -> None:
+        self._metrics.waiting.set(len(self._waiting))
+        self._metrics.running.set(self._taken())
+        self._metrics.kv_bytes.set(self._graph.cache.held_bytes())
+
+
+def _lane(generation: Generation) -> Lane:
+    lane = generation.lane
+    assert lane is not None  # set when it was admitted
+    return lane

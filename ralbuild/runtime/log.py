@@ -1,0 +1,31 @@
+"""Plain log lines on standard error: ``event key=value ...``. Never a prompt, never an answer."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+_LOCK = threading.Lock()
+
+
+def log_line(text: str) -> None:
+    """Write one line as it is."""
+    with _LOCK:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def log_event(event: str, **fields: object) -> None:
+    """Write ``event`` and its fields; a value with spaces or quotes is quoted.
+
+    No time stamp: whoever collects a container's output adds one.
+    """
+    log_line(" ".join([event, *(f"{key}={_plain(value)}" for key, value in fields.items())]))
+
+
+def _plain(value: object) -> str:
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    if text and all(char.isprintable() and char not in ' "=' for char in text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in escaped) + '"'

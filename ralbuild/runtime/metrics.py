@@ -1,0 +1,117 @@
+"""Counters, gauges and histograms in Prometheus' names. The only door to prometheus_client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from ralbuild.contract.bundle import Bundle
+
+if TYPE_CHECKING:  # `/metrics` answers before numpy is there
+    from ralbuild.runtime.steps import PatchSlot
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_ZEROED_HELP = (
+    "Bytes of device memory released at unload and not yet in use again. "
+    "This runtime keeps its model loaded and has no device memory, so it is 0; "
+    "no CUDA call of this name exists, the name is the one that dashboards already ask for."
+)
+
+
+class Metrics:
+    """All series of one process, in a registry of their own."""
+
+    def __init__(self, version: str) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.build = Gauge("ralbuild_build_info", "1; the labels say what runs.", _BUILD, registry=registry)
+        self.build.labels(version, "", "").set(1)
+        self._version = version
+        self.rule_counts: list[int] = []
+        self._rules: list[Counter] = []
+        self.ready = Gauge("ralbuild_ready", "1 while requests are served.", registry=registry)
+        self.running = Gauge("ralbuild_requests_running", "Requests that hold a slot.", registry=registry)
+        self.waiting = Gauge("ralbuild_requests_waiting", "Requests in the queue.", registry=registry)
+        self.slots = Gauge("ralbuild_slots", "Requests that can be decoded together.", registry=registry)
+        self.kv_bytes = Gauge("ralbuild_kv_cache_bytes", "Bytes held for keys and values.", registry=registry)
+        self.kv_limit = Gauge("ralbuild_kv_cache_limit_bytes", "Most bytes for them.", registry=registry)
+        self.start_seconds = Gauge(
+            "ralbuild_start_seconds",
+            "Seconds from process start to each stage.",
+            ["stage"],
+            registry=registry,
+        )
+        self.requests = Counter(
+            "ralbuild_requests", "Answers by path and status.", ["path", "status"], registry=registry
+        )
+        self.rejected = Counter(
+            "ralbuild_requests_rejected", "Refused requests by reason.", ["code"], registry=registry
+        )
+        self.cancelled = Counter(
+            "ralbuild_requests_cancelled", "Requests whose client went away.", registry=registry
+        )
+        self.failures = Counter("ralbuild_step_failures", "Decode steps that failed.", registry=registry)
+        self.prompt_tokens = Counter("ralbuild_prompt_tokens", "Tokens read.", registry=registry)
+        self.generated_tokens = Counter("ralbuild_generated_tokens", "Tokens drawn.", registry=registry)
+        self.first_token = Histogram(
+            "ralbuild_time_to_first_token_seconds",
+            "From arrival to first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.step = Histogram(
+            "ralbuild_decode_step_seconds",
+            "One decode step of all running texts.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.rules = Counter(
+            "ralbuild_rule_events",
+            "Matches by rule; /ral/info names it.",
+            ["rule", "kind", "source"],
+            registry=registry,
+        )
+        self.refused = Counter(
+            "ralbuild_ban_refusals", "Candidate tokens that a ban refused.", registry=registry
+        )
+        self.exhausted = Counter(
+            "ralbuild_ban_exhausted", "Texts ended because every candidate was banned.", registry=registry
+        )
+        Gauge("container_cuda_mem_advise_zeroed_bytes", _ZEROED_HELP, registry=registry).set(0)
+
+    def describe(self, bundle: Bundle, digest: str) -> None:
+        """Say what is served and make a series for every rule, so that zero is visible."""
+        self.build.clear()
+        self.build.labels(self._version, bundle.model, f"sha256:{digest}").set(1)
+        self.slots.set(bundle.engine.max_batch_size)
+        self.rule_counts = [0] * len(bundle.rules)
+        self._rules = [
+            self.rules.labels(str(number), rule.kind, rule.source) for number, rule in enumerate(bundle.rules)
+        ]
+
+    def count_rules(self, slot: PatchSlot) -> None:
+        """Count what happened in a slot since it was last counted, and clear it there."""
+        self.count_events(slot.text.events)
+        slot.text.events.clear()
+        if slot.refused:
+            self.refused.inc(slot.refused)
+            slot.refused = 0
+        if slot.exhausted:
+            self.exhausted.inc()
+            slot.exhausted = False
+
+    def count_events(self, rules: Sequence[int]) -> None:
+        """Count one match for each rule id."""
+        for rule in rules:
+            self._rules[rule].inc()
+            self.rule_counts[rule] += 1
+
+    def exposition(self) -> bytes:
+        """Return the text that `/metrics` answers."""
+        return generate_latest(self.registry)
+
+
+_BUILD = ["version", "model", "bundle"]

@@ -1,0 +1,41 @@
+"""What goes into the engine and what comes out: values that the HTTP layer and the decode loop share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the HTTP layer answers before numpy is there
+    from ralbuild.runtime.sampler import Draw
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to generate.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_tokens: most tokens to draw, at least one.
+        draw: how to draw them.
+        profile: index of the rules that apply.
+        stops: stop strings over the text that the rules give out.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    draw: Draw
+    profile: int
+    stops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What became certain in one step; ``tokens`` counts all tokens drawn so far.
+
+    The last piece has ``finish`` (``stop`` or ``length``) or ``error``.
+    """
+
+    text: str
+    tokens: int
+    finish: str = ""
+    error: str = ""

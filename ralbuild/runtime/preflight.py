@@ -1,0 +1,152 @@
+"""Before anything is imported or served: is every file the one that was built?
+
+What is hashed is what is used: small files are read once, and those bytes are parsed later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from ralbuild.contract import places
+from ralbuild.contract.bundle import Bundle, ObjectRef, object_refs, read_bundle
+from ralbuild.contract.codec import FormatError, from_plain, parse_json, sha256_hex
+from ralbuild.contract.manifest import ModelFile, ModelManifest
+from ralbuild.runtime.errors import BundleCorruptError, HostUnfitError, ModelMismatchError, StartError
+from ralbuild.runtime.settings import Settings
+
+_REBUILD = "rules are immutable: build a new image instead of changing files"
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Files that are what the bundle says.
+
+    Attributes:
+        bundle: the parsed ``bundle.json``.
+        digest: SHA-256 of ``bundle.json`` in hex.
+        manifest: the model that the bundle was built for.
+        objects: bytes of the objects that the CPU target uses, by digest.
+        files: bytes of configuration, tokenizer and template files, by name.
+        weights: paths of the safetensors files.
+    """
+
+    bundle: Bundle
+    digest: str
+    manifest: ModelManifest
+    objects: dict[str, bytes]
+    files: dict[str, bytes]
+    weights: tuple[Path, ...]
+
+
+def check_files(settings: Settings) -> Checked:
+    """Check bundle, objects, config and model files against their digests.
+
+    Raises:
+        BundleCorruptError, ModelMismatchError, HostUnfitError: naming the first file that differs.
+    """
+    bundle, digest = _check_bundle(settings)
+    objects = _check_objects(settings.path(places.OBJECTS_DIR), bundle)
+    config = settings.path(places.CONFIG_FILE)
+    if sha256_hex(_read(config, BundleCorruptError)) != bundle.config_sha256:
+        raise BundleCorruptError("is not the config that was compiled", place=str(config), hint=_REBUILD)
+    where = f"objects/{bundle.manifest.sha256}"
+    try:
+        plain = parse_json(objects[bundle.manifest.sha256], where)
+        manifest = from_plain(ModelManifest, plain, where)
+    except FormatError as error:
+        raise BundleCorruptError(error.message, place=error.where, hint=_REBUILD) from None
+    folder = settings.path(places.MODEL_DIR)
+    files = {item.path: _check_file(folder, item) for item in manifest.files}
+    weights = tuple(_check_weight(folder, item, settings.verify_full) for item in manifest.weights)
+    return Checked(bundle, digest, manifest, objects, files, weights)
+
+
+def _check_bundle(settings: Settings) -> tuple[Bundle, str]:
+    path = settings.path(places.BUNDLE_FILE)
+    data = _read(path, BundleCorruptError)
+    digest = sha256_hex(data)
+    if settings.bundle_sha256 and digest != settings.bundle_sha256:
+        message = f"needs sha256:{settings.bundle_sha256}, found sha256:{digest}"
+        raise BundleCorruptError(message, place=str(path), hint=_REBUILD)
+    try:
+        bundle = read_bundle(data)
+    except FormatError as error:
+        raise BundleCorruptError(error.message, place=error.where, hint=_REBUILD) from None
+    if bundle.target != "cpu":
+        raise HostUnfitError(f"the image is built for {bundle.target!r}; this runtime serves 'cpu'")
+    if bundle.engine.dtype not in ("bfloat16", "float32"):
+        found = bundle.engine.dtype
+        raise BundleCorruptError(
+            f"needs bfloat16 or float32, found {found!r}", place="bundle.json: engine.dtype"
+        )
+    return bundle, digest
+
+
+def _check_objects(folder: Path, bundle: Bundle) -> dict[str, bytes]:
+    needed = {ref.sha256 for ref in (bundle.manifest, bundle.transducer, bundle.bans, bundle.vocab)}
+    kept: dict[str, bytes] = {}
+    for ref in object_refs(bundle):
+        data = _check_object(folder, ref)
+        if ref.sha256 in needed:
+            kept[ref.sha256] = data
+    return kept
+
+
+def _check_object(folder: Path, ref: ObjectRef) -> bytes:
+    path = folder / ref.sha256
+    data = _read(path, BundleCorruptError)
+    if len(data) != ref.size:
+        message = f"needs {ref.size} bytes, found {len(data)}"
+        raise BundleCorruptError(message, place=str(path), hint=_REBUILD)
+    if (found := sha256_hex(data)) != ref.sha256:
+        raise BundleCorruptError(
+            f"has sha256 {found}, not the one of its name", place=str(path), hint=_REBUILD
+        )
+    return data
+
+
+def _check_file(folder: Path, item: ModelFile) -> bytes:
+    path = _inside(folder, item)
+    data = _read(path, ModelMismatchError)
+    if (found := sha256_hex(data)) != item.sha256:
+        message = f"needs sha256 {item.sha256}, found {found}"
+        raise ModelMismatchError(message, place=str(path), hint=_REBUILD)
+    return data
+
+
+def _check_weight(folder: Path, item: ModelFile, full: bool) -> Path:
+    path = _inside(folder, item)
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ModelMismatchError(f"cannot be read: {error.strerror}", place=str(path)) from None
+    if size != item.size:
+        raise ModelMismatchError(f"needs {item.size} bytes, found {size}", place=str(path), hint=_REBUILD)
+    if full and (found := _hash_file(path)) != item.sha256:
+        message = f"needs sha256 {item.sha256}, found {found}"
+        raise ModelMismatchError(message, place=str(path), hint=_REBUILD)
+    return path
+
+
+def _inside(folder: Path, item: ModelFile) -> Path:
+    if Path(item.path).name != item.path:
+        raise BundleCorruptError(f"file name {item.path!r} is not a plain name", place="manifest")
+    return folder / item.path
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read(path: Path, kind: type[StartError]) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise kind(f"cannot be read: {error.strerror}", place=str(path)) from None

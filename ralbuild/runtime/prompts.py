@@ -1,0 +1,73 @@
+"""From a request's text to prompt tokens: input limits, token filters, chat template, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ralbuild.contract.bundle import Bundle
+from ralbuild.contract.transducer import Transducer
+from ralbuild.runtime.chat import ChatTemplate
+from ralbuild.runtime.errors import ApiError
+from ralbuild.runtime.metrics import Metrics
+from ralbuild.runtime.tokens import Tokenizer
+
+
+class Prompts:
+    """Makes prompts by one bundle's input rules; may be used from several threads."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        machine: Transducer,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        metrics: Metrics,
+    ) -> None:
+        self._limits = bundle.input_limits
+        self._profile = bundle.input_profile
+        self._rewrites = bool(bundle.profiles[bundle.input_profile].rules)
+        self._machine = machine
+        self._tokenizer = tokenizer
+        self._template = template
+        self._metrics = metrics
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        """Return the prompt of a conversation, ending where the answer begins.
+
+        Raises:
+            ApiError: 422 when a text breaks an input limit, 400 when the template refuses the messages.
+        """
+        if self._template is None:
+            message = "the model has no chat template; use /v1/completions"
+            raise ApiError(400, "no_chat_template", message)
+        guarded = [
+            {"role": item["role"], "content": self._prepare(item["content"], f"messages[{index}].content")}
+            for index, item in enumerate(messages)
+        ]
+        return self._tokenizer.encode(self._template.render(guarded), add_special_tokens=False)
+
+    def completion(self, prompt: str) -> tuple[int, ...]:
+        """Return the prompt of a text; raises ApiError like `chat`."""
+        ids = self._tokenizer.encode(self._prepare(prompt, "prompt"), add_special_tokens=True)
+        if not ids:
+            raise ApiError(400, "invalid_value", "prompt: needs at least one token", param="prompt")
+        return ids
+
+    def _prepare(self, text: str, param: str) -> str:
+        self._check_limits(text, param)
+        if self._rewrites:
+            data, events = self._machine.rewrite(self._profile, text.encode())
+            self._metrics.count_events(events)
+            text = data.decode()
+        return self._tokenizer.guard(text)
+
+    def _check_limits(self, text: str, param: str) -> None:
+        longest = max((len(word) for word in text.split()), default=0) if self._limits else 0
+        for limit in self._limits:
+            if longest > limit.max_length:
+                message = (
+                    f"{param}: token filter {limit.name!r} reads at most {limit.max_length} characters "
+                    f"without a space; found {longest}"
+                )
+                extra = {"filter": limit.name, "measured": longest, "allowed": limit.max_length}
+                raise ApiError(422, "input_too_long", message, param=param, extra=extra)

@@ -1,0 +1,95 @@
+"""What clients get: OpenAI's objects for chat and text completions, whole or as stream events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ralbuild.runtime.orders import Piece
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment line; clients skip it, and proxies see that the stream is alive."""
+_MOST_CHARACTERS = 8192
+"""A longer text is sent in several events, so that no line nears the 64 KiB that clients can read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What all objects of one answer share.
+
+    Attributes:
+        chat: chat completion, else text completion.
+        id: of the answer, without its kind.
+        created: Unix time in seconds.
+        model: as the client named it.
+        prompt_tokens: tokens of the prompt.
+        include_usage: end a stream with a usage event.
+    """
+
+    chat: bool
+    id: str
+    created: int
+    model: str
+    prompt_tokens: int
+    include_usage: bool
+
+    def whole(self, text: str, last: Piece) -> dict[str, Any]:
+        """Return the unary answer."""
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": last.finish}
+        if self.chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": [choice], "usage": self._usage(last)}
+
+    def opening(self) -> Iterator[bytes]:
+        """Yield the events that begin a stream: a chat names its role first."""
+        if self.chat:
+            yield self._event({"delta": {"role": "assistant", "content": ""}})
+
+    def piece(self, piece: Piece) -> Iterator[bytes]:
+        """Yield the events of a piece; the last piece ends the stream."""
+        if piece.error:
+            error = {"message": piece.error, "type": "server_error", "param": None, "code": "engine_error"}
+            yield _data({"error": error})
+            return
+        for begin in range(0, len(piece.text), _MOST_CHARACTERS):
+            yield self._event(self._delta(piece.text[begin : begin + _MOST_CHARACTERS]))
+        if piece.finish:
+            end: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+            yield self._event(end, piece.finish)
+            if self.include_usage:
+                yield _data({**self._chunk_head(), "choices": [], "usage": self._usage(piece)})
+            yield DONE
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}} if self.chat else {"text": text}
+
+    def _event(self, content: dict[str, Any], finish: str | None = None) -> bytes:
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+        event = {**self._chunk_head(), "choices": [choice]}
+        if self.include_usage:
+            event["usage"] = None
+        return _data(event)
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.chat else "text_completion")
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        prefix = "chatcmpl" if self.chat else "cmpl"
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _usage(self, last: Piece) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": last.tokens,
+            "total_tokens": self.prompt_tokens + last.tokens,
+        }
+
+
+def _data(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,76 @@
+"""The server loop: binds at once, drains on SIGTERM, then ends. The only door to uvicorn."""
+
+from __future__ import annotations
+
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+
+from ralbuild.runtime.app import Api
+from ralbuild.runtime.errors import HostUnfitError
+from ralbuild.runtime.log import log_event
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket; connections made from now on wait until the loop runs.
+
+    Raises:
+        HostUnfitError: when the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        raise HostUnfitError(f"cannot listen: {error}", place=f"{host}:{port}") from None
+    return listener
+
+
+class Server(uvicorn.Server):
+    """uvicorn with a drain: signals stop the intake, and the loop ends when the last answer is out.
+
+    uvicorn's own shutdown would tell running streams that their client is gone.
+    """
+
+    def __init__(self, api: Api, drain_seconds: int) -> None:
+        config = uvicorn.Config(
+            api,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=65,
+            timeout_graceful_shutdown=5,
+        )
+        super().__init__(config)
+        self._api = api
+        self._drain_seconds = drain_seconds
+        self._deadline = 0.0
+
+    def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
+        """Begin to drain; a second signal ends the process without waiting."""
+        if self._api.lifecycle.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._api.lifecycle.draining = True
+        self._deadline = time.monotonic() + self._drain_seconds
+        log_event("draining", signal=sig, in_flight=self._api.in_flight)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called every 0.1 s: ends the loop once the drain is over or the start has failed."""
+        if self._api.lifecycle.failure is not None:
+            self.should_exit = True
+        if self._api.lifecycle.draining:
+            late = time.monotonic() > self._deadline
+            if late and self._api.in_flight:
+                log_event("drain cut short", in_flight=self._api.in_flight)
+            self.should_exit = self.should_exit or late or not self._api.in_flight
+        return await super().on_tick(counter)

@@ -1,0 +1,111 @@
+"""One loaded bundle, ready to answer: what the HTTP layer asks for, without HTTP."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ralbuild.contract.bundle import Bundle, Rule, select_profile
+from ralbuild.runtime.engine import Engine, Generation
+from ralbuild.runtime.errors import ApiError
+from ralbuild.runtime.metrics import Metrics
+from ralbuild.runtime.orders import Order, Piece
+from ralbuild.runtime.prompts import Prompts
+from ralbuild.runtime.requests import Ask
+from ralbuild.runtime.sampler import Draw
+
+_PRIVATE_KINDS = ("ban", "redact")
+"""Rules whose literal is what must not be seen; they are shown by their place in the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The parts that one request passes through."""
+
+    bundle: Bundle
+    digest: str
+    prompts: Prompts
+    engine: Engine
+    metrics: Metrics
+
+    def make_order(self, ask: Ask, route_header: str | None) -> Order:
+        """Turn a request into tokens and limits; all refusals happen here, before any work.
+
+        Raises:
+            ApiError: 404 for another model, 422 for input limits, 400 when the context is too short.
+        """
+        profile = select_profile(self.bundle, self._route(ask.model, route_header))
+        prompt = self.prompts.chat(ask.messages) if ask.messages else self.prompts.completion(ask.prompt)
+        most = self.bundle.engine.max_seq_len
+        room = most - len(prompt)
+        wanted = ask.max_tokens if ask.max_tokens is not None else max(room, 1)
+        if wanted > room:
+            message = (
+                f"the context is {most} tokens; the prompt has {len(prompt)}, and {wanted} more may come"
+            )
+            raise ApiError(400, "context_length_exceeded", message, param="max_tokens")
+        sampling = self.bundle.profiles[profile].sampling
+        draw = Draw(
+            temperature=_first(sampling.temperature, ask.temperature, 1.0),
+            # A nucleus of no mass still holds the most likely token.
+            top_p=_first(sampling.top_p, ask.top_p, 1.0),
+            seed=(ask.seed if ask.seed is not None else secrets.randbits(64)) % (1 << 64),
+        )
+        return Order(prompt, wanted, draw, profile, ask.stops)
+
+    def submit(self, order: Order, sink: Callable[[Piece], None]) -> Generation:
+        """Queue an order; raises ApiError 429 when the queue is full."""
+        return self.engine.submit(order, sink)
+
+    def models(self) -> dict[str, Any]:
+        """Return the body of `/v1/models`."""
+        return {"object": "list", "data": [self.model(self.bundle.model)]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """Return one model's object, or raise ApiError 404."""
+        self._route(name, None)
+        return {"id": name, "object": "model", "created": 0, "owned_by": "ralbuild"}
+
+    def info(self) -> dict[str, Any]:
+        """Return the body of `/ral/info`: what was compiled in and how often each rule matched."""
+        bundle = self.bundle
+        counts = self.metrics.rule_counts
+        return {
+            "bundle": f"sha256:{self.digest}",
+            "ralbuild": bundle.ralbuild,
+            "model": bundle.model,
+            "target": bundle.target,
+            "engine": {
+                "max_batch_size": bundle.engine.max_batch_size,
+                "max_seq_len": bundle.engine.max_seq_len,
+                "dtype": bundle.engine.dtype,
+            },
+            "patch": [step.kernel for step in bundle.patch],
+            "routes": [
+                {"match": route.match, "action": route.action, "priority": route.priority}
+                for route in bundle.routes
+            ],
+            "rules": [
+                {"id": number, "name": _rule_name(rule), "kind": rule.kind, "source": rule.source}
+                | {"place": rule.place, "events": counts[number]}
+                for number, rule in enumerate(bundle.rules)
+            ],
+        }
+
+    def _route(self, model: str, header: str | None) -> str:
+        served = self.bundle.model
+        if model != served and not model.startswith(f"{served}/"):
+            raise ApiError(
+                404, "model_not_found", f"this server has {served!r}, not {model!r}", param="model"
+            )
+        return header if header is not None else model[len(served) + 1 :]
+
+
+def _rule_name(rule: Rule) -> str:
+    return f"{rule.kind}@{rule.place}" if rule.kind in _PRIVATE_KINDS else f"{rule.kind}:{rule.text}"
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)

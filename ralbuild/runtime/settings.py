@@ -1,0 +1,72 @@
+"""The launcher's environment variables: one frozen value, read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ralbuild.contract import places
+from ralbuild.runtime.errors import HostUnfitError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How this process was started; docs/runtime.md has the table.
+
+    Attributes:
+        root: put in front of every path of `ralbuild.contract.places`; empty inside a container.
+        host, port: where to listen; port 0 takes a free one.
+        bundle_sha256: digest that ``bundle.json`` must have; empty to accept any.
+        verify_full: hash the weight files too, not only their sizes.
+        threads: compute threads; 0 takes what affinity and the cgroup allow.
+        queue: requests that may wait for a slot; one more is refused with 429.
+        kv_bytes: memory for keys and values; 0 takes what is free once the weights are loaded.
+        drain_seconds: how long running requests may take after SIGTERM.
+    """
+
+    root: str = ""
+    host: str = "0.0.0.0"  # noqa: S104 - a container listens on all of its own interfaces
+    port: int = places.PORT
+    bundle_sha256: str = ""
+    verify_full: bool = False
+    threads: int = 0
+    queue: int = 64
+    kv_bytes: int = 0
+    drain_seconds: int = 300
+
+    def path(self, place: str) -> Path:
+        """Return where ``place`` of the image lies for this process."""
+        return Path(self.root + place)
+
+
+def read_settings(env: Mapping[str, str]) -> Settings:
+    """Read the ``RAL_*`` variables.
+
+    Raises:
+        HostUnfitError: naming the variable that has no meaning.
+    """
+    usual = Settings()
+    verify = env.get("RAL_VERIFY", "size")
+    if verify not in ("size", "full"):
+        raise HostUnfitError(f"needs 'size' or 'full', found {verify!r}", place="RAL_VERIFY")
+    return Settings(
+        root=env.get("RAL_ROOT", "").rstrip("/"),
+        host=env.get("RAL_HOST", usual.host),
+        port=_number(env, "RAL_PORT", usual.port, 65535),
+        bundle_sha256=env.get("RAL_BUNDLE_SHA256", "").removeprefix("sha256:"),
+        verify_full=verify == "full",
+        threads=_number(env, "RAL_THREADS", usual.threads, 4096),
+        queue=_number(env, "RAL_QUEUE", usual.queue, 1 << 20),
+        kv_bytes=_number(env, "RAL_KV_BYTES", usual.kv_bytes, 1 << 50),
+        drain_seconds=_number(env, "RAL_DRAIN_SECONDS", usual.drain_seconds, 86400),
+    )
+
+
+def _number(env: Mapping[str, str], name: str, default: int, most: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdecimal() or int(text) > most:
+        raise HostUnfitError(f"needs a number from 0 to {most}, found {text!r}", place=name)
+    return int(text)

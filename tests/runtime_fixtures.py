@@ -1,0 +1,417 @@
+"""A tiny model, a bundle made by hand through the contract's writers, and the runtime as a real process.
+
+Nothing here uses the builder's rooms, so a mistake in `fold` cannot hide one in `runtime`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ralbuild.contract import places
+from ralbuild.contract.bans import write_bans
+from ralbuild.contract.bundle import (
+    SCHEMA,
+    Bundle,
+    Engine,
+    InputLimit,
+    ObjectRef,
+    PatchStep,
+    Profile,
+    Route,
+    Rule,
+    Sampling,
+    SelfTest,
+    write_bundle,
+)
+from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
+from ralbuild.contract.manifest import ModelFile, ModelManifest
+from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT, write_transducer
+from ralbuild.contract.vocab import write_vocab
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CORPUS = (
+    "The risk of a market is not the return of a market. Compliance and audit reduce risk.",
+    "Tell me about the capital of France, and how profit is made in the year 2024!",
+    "Zażółć gęślą jaźń; 你好 世界",
+)
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Train a byte-level BPE of a few hundred tokens and write it as a model folder has it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS * 3, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL[1],
+        "eos_token": SPECIAL[2],
+        "unk_token": SPECIAL[0],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """Write a tiny random model of ``family`` with its tokenizer; its logits are far apart on purpose."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True)
+    make_tokenizer(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": 448,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        "pad_token_id": 2,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+    }
+    if family == "gpt2":
+        sizes = {"vocab_size": 448, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+        sizes |= {"eos_token_id": 2, "bos_token_id": 1, "initializer_range": 0.3}
+    if family == "gemma":
+        sizes["head_dim"] = 16
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(sizes | changes)))
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms start at 0 and 1 and would hide mistakes
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def token_bytes(folder: Path) -> list[bytes]:
+    """Return the bytes of every token of a byte-level tokenizer; special tokens have none."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    plain = json.loads((folder / "tokenizer.json").read_text())
+    back = {char: byte for byte, char in bytes_to_unicode().items()}
+    added = {item["content"] for item in plain["added_tokens"]}
+    out = [b""] * (max(plain["model"]["vocab"].values()) + 1)
+    for token, number in plain["model"]["vocab"].items():
+        out[number] = b"" if token in added else bytes(back[char] for char in token)
+    return out
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What one profile does to text: literals (exact case, anywhere) and what becomes of them."""
+
+    bold: str = ""
+    redact: str = ""
+    with_: str = "[gone]"
+    append: str = ""
+    ban: str = ""
+    sampling: Sampling = field(default_factory=lambda: Sampling(None, None))
+
+
+class _Machine:
+    """Collects states of a transducer for at most one literal per profile."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+        self.final: list[int] = []
+        self.programs: list[list[tuple[int, int]]] = [[(COPY, 1)]]
+        self.strings: list[bytes] = []
+        self.starts: list[int] = []
+
+    def emit(self, text: str) -> tuple[int, int]:
+        if text.encode() not in self.strings:
+            self.strings.append(text.encode())
+        return EMIT, self.strings.index(text.encode())
+
+    def program(self, ops: list[tuple[int, int]]) -> int:
+        if ops not in self.programs:
+            self.programs.append(ops)
+        return self.programs.index(ops)
+
+    def add(self, literal: bytes, matched: list[tuple[int, int]], ending: list[tuple[int, int]]) -> None:
+        base = len(self.rows)
+        self.starts.append(base)
+        for held in range(max(len(literal), 1)):
+            row = []
+            for byte in range(256):
+                seen = literal[:held] + bytes([byte])
+                if literal and seen == literal:
+                    row.append(self.program(matched) << 18 | base)
+                    continue
+                keep = next(
+                    (k for k in range(min(len(seen), len(literal)), 0, -1) if seen.endswith(literal[:k])), 0
+                )
+                ops = [(COPY, len(seen) - keep)] if keep < len(seen) else []
+                row.append(self.program(ops) << 18 | base + keep)
+            self.rows.append(row)
+            self.final.append(self.program(([(COPY, held)] if held else []) + ending))
+
+
+def _transducer(profiles: Sequence[Rules], rules: list[Rule]) -> bytes:
+    machine = _Machine()
+    for profile in profiles:
+        literal = (profile.redact or profile.bold).encode()
+        if profile.redact:
+            rules.append(Rule("redact", profile.redact, "test", "1:1"))
+            matched = [machine.emit(profile.with_), (DROP, len(literal)), (EVENT, len(rules) - 1)]
+        else:
+            rules.append(Rule("bold", profile.bold, "html_enhancer", "2:1"))
+            matched = [
+                machine.emit("<b>"),
+                (COPY, len(literal)),
+                machine.emit("</b>"),
+                (EVENT, len(rules) - 1),
+            ]
+        machine.add(literal, matched, [machine.emit(profile.append)] if profile.append else [])
+    return write_transducer(
+        cls=list(range(256)),
+        rows=machine.rows,
+        final=machine.final,
+        programs=machine.programs,
+        strings=machine.strings,
+        starts=machine.starts,
+        max_held=64,
+        rules=len(rules),
+    )
+
+
+def _bans(profiles: Sequence[Rules]) -> bytes:
+    rows = [[0] * 256]
+    starts = []
+    for profile in profiles:
+        phrase, base = profile.ban.encode(), len(rows)
+        starts.append(base)
+        for held in range(max(len(phrase), 1)):
+            row = []
+            for byte in range(256):
+                seen = phrase[:held] + bytes([byte])
+                keep = next(
+                    (k for k in range(min(len(seen), len(phrase)), 0, -1) if seen.endswith(phrase[:k])), 0
+                )
+                row.append(0 if phrase and keep == len(phrase) else base + keep)
+            rows.append(row)
+    return write_bans(cls=list(range(256)), rows=rows, starts=starts)
+
+
+@dataclass
+class Image:
+    """The part of an image's file tree that the runtime reads, under ``root``."""
+
+    root: Path
+    bundle: Bundle
+    digest: str
+
+    def path(self, place: str) -> Path:
+        return Path(f"{self.root}{place}")
+
+    def rewrite(self, **changes: Any) -> None:
+        """Replace fields of the bundle, as another build would."""
+        self.bundle = replace(self.bundle, **changes)
+        data = write_bundle(self.bundle)
+        self.path(places.BUNDLE_FILE).write_bytes(data)
+        self.digest = sha256_hex(data)
+
+
+def make_image(
+    root: Path,
+    model: Path,
+    profiles: Sequence[Rules] = (Rules(),),
+    *,
+    routes: Sequence[Route] = (),
+    input_rules: Rules | None = None,
+    limits: Sequence[InputLimit] = (),
+    engine: Engine | None = None,
+    self_tests: Sequence[SelfTest] = (),
+) -> Image:
+    """Lay out bundle, objects, config and model under ``root``; the model is copied."""
+    every = [*profiles, input_rules or Rules()]
+    rules: list[Rule] = []
+    tokens = token_bytes(model)
+    transducer = _transducer(every, rules)
+    manifest = _manifest(model, len(tokens))
+    blobs = [transducer, _bans(every), write_vocab(tokens), canonical_json(to_plain(manifest))]
+    refs = [ObjectRef(sha256_hex(data), len(data)) for data in blobs]
+    config = b"version: '0.3'\n"
+    names = ["default", *(f"action{number}" for number in range(1, len(profiles))), "input"]
+    bundle = Bundle(
+        schema=SCHEMA,
+        ralbuild="0",
+        target="cpu",
+        model="tiny",
+        manifest=refs[3],
+        engine=engine or Engine(8, 512, "float32"),
+        routes=tuple(routes),
+        profiles=tuple(
+            Profile(name, (number,) if item.bold or item.redact else (), item.sampling)
+            for number, (name, item) in enumerate(zip(names, every, strict=True))
+        ),
+        input_profile=len(every) - 1,
+        input_limits=tuple(limits),
+        rules=tuple(rules),
+        config_sha256=sha256_hex(config),
+        transducer=refs[0],
+        bans=refs[1],
+        vocab=refs[2],
+        kernels=(),
+        patch=(PatchStep("sample", "slots"), PatchStep("transduce", "slots")),
+        self_tests=tuple(self_tests),
+    )
+    image = Image(root, bundle, "")
+    image.path(places.OBJECTS_DIR).mkdir(parents=True)
+    for ref, data in zip(refs, blobs, strict=True):
+        (image.path(places.OBJECTS_DIR) / ref.sha256).write_bytes(data)
+    image.path(places.CONFIG_FILE).write_bytes(config)
+    shutil.copytree(model, image.path(places.MODEL_DIR))
+    image.rewrite()
+    return image
+
+
+def _manifest(model: Path, tokenizer_size: int) -> ModelManifest:
+    from safetensors import safe_open
+
+    config = json.loads((model / "config.json").read_text())
+    weights = sorted(model.glob("*.safetensors"))
+    count = parameters = 0
+    for path in weights:
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                count += 1
+                parameters += file.get_tensor(name).numel()
+    names = (
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    )
+    eos = config["eos_token_id"]
+    return ModelManifest(
+        architecture=config["architectures"][0],
+        model_type=config["model_type"],
+        dtype="F32",
+        parameters=parameters,
+        tensors=count,
+        weights=tuple(_model_file(path) for path in weights),
+        files=tuple(_model_file(model / name) for name in sorted(names) if (model / name).exists()),
+        vocab_size=config["vocab_size"],
+        tokenizer_size=tokenizer_size,
+        tokenizer_sha256="",
+        eos_token_ids=tuple(sorted(eos)) if isinstance(eos, list) else (eos,),
+        max_positions=int(config.get("max_position_embeddings") or config.get("n_positions") or 0),
+    )
+
+
+def _model_file(path: Path) -> ModelFile:
+    data = path.read_bytes()
+    return ModelFile(path.name, len(data), sha256_hex(data))
+
+
+class Runtime:
+    """``python -m ralbuild.runtime`` on a free port of the loopback interface."""
+
+    def __init__(self, image: Image, env: Mapping[str, str] | None = None) -> None:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("RAL_")}
+        settings = {"RAL_ROOT": str(image.root), "RAL_HOST": "127.0.0.1", "RAL_PORT": "0"}
+        self._log = image.root / "runtime.log"
+        self._errors = self._log.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ralbuild.runtime"],
+            env=clean | settings | {"RAL_BUNDLE_SHA256": image.digest} | dict(env or {}),
+            stderr=self._errors,
+        )
+        self.url = ""
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_listening(self) -> None:
+        """Wait until the port is known; it answers from then on."""
+        while "listening " not in self.log:
+            assert self.process.poll() is None, self.log
+            time.sleep(0.02)
+        line = next(line for line in self.log.splitlines() if line.startswith("listening "))
+        self.url = f"http://127.0.0.1:{line.rpartition('port=')[2]}"
+
+    def wait_ready(self) -> None:
+        self.wait_listening()
+        while self.get("/ready")[0] != 200:
+            assert self.process.poll() is None, self.log
+            time.sleep(0.05)
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        return self._open(urllib.request.Request(self.url + path))[:2]
+
+    def post(
+        self, path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, Any, Mapping[str, str]]:
+        """Return status, parsed body and headers."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"content-type": "application/json"} | dict(headers or {})
+        )
+        status, answer, found = self._open(request)
+        return status, json.loads(answer), found
+
+    def _open(self, request: urllib.request.Request) -> tuple[int, bytes, Mapping[str, str]]:
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return response.status, response.read(), response.headers
+        except urllib.error.HTTPError as error:
+            return error.code, error.read(), error.headers
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._errors.close()
+
+
+@contextlib.contextmanager
+def running(image: Image, env: Mapping[str, str] | None = None) -> Iterator[Runtime]:
+    """Start a runtime, wait until it is ready, and end it."""
+    runtime = Runtime(image, env)
+    try:
+        runtime.wait_ready()
+        yield runtime
+    finally:
+        runtime.close()
+
+
+def refused(image: Image, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Start a runtime that must not come up; return its exit status and what it logged."""
+    runtime = Runtime(image, env)
+    try:
+        return runtime.process.wait(timeout=120), runtime.log
+    finally:
+        runtime.close()

@@ -1,0 +1,223 @@
+"""Our decode loop against transformers' own `generate`: same tokens in float32, alone and together."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_fixtures import Image, Rules, make_image, make_model, token_bytes
+from transformers import AutoModelForCausalLM
+
+from ralbuild.contract.bundle import Engine
+from ralbuild.runtime.errors import ModelMismatchError
+from ralbuild.runtime.model.cache import BUCKET, capacity_for
+from ralbuild.runtime.model.families import empty_model, import_family
+from ralbuild.runtime.model.graph import DecodeGraph, Lane
+from ralbuild.runtime.model.weights import fill_model, read_weights
+from ralbuild.runtime.preflight import check_files
+from ralbuild.runtime.sampler import Draw
+from ralbuild.runtime.settings import Settings
+from ralbuild.runtime.steps import link_patch, read_tables
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": 24},
+    "phi3": {"pad_token_id": 2, "sliding_window": None},
+    "gemma": {},
+    "gpt2": {},
+}
+PROMPTS = [[1, 50, 60, 70], list(range(10, 100)), [5], list(range(300, 340)), [7, 8] * 30, [9, 30, 31]]
+
+
+def open_graph(image: Image) -> DecodeGraph:
+    """Load an image's model and patch, as `boot` does."""
+    checked = check_files(Settings(root=str(image.root)))
+    plain = json.loads(checked.files["config.json"])
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[checked.bundle.engine.dtype]
+    model = empty_model(*import_family(checked.manifest.model_type), plain)
+    loaded = fill_model(model, read_weights(checked.weights, dtype, lambda _done, _total: None), dtype)
+    patch = link_patch(checked.bundle, checked.manifest, read_tables(checked.bundle, checked.objects))
+    return DecodeGraph(loaded, patch, checked.bundle.engine.max_seq_len)
+
+
+def decode_together(
+    graph: DecodeGraph, prompts: list[list[int]], count: int, chunk: int = 512
+) -> list[list[int]]:
+    """Start a new prompt every second step, so that lengths, pools and batch sizes keep changing."""
+    waiting = list(enumerate(prompts))
+    lanes: dict[int, Lane] = {}
+    out: dict[int, list[int]] = {}
+    turn = 0
+    while waiting or lanes:
+        if waiting and turn % 2 == 0:
+            number, prompt = waiting.pop(0)
+            lane = graph.open(graph.patch.open(0, Draw()), len(prompt))
+            for begin in range(0, len(prompt), chunk):
+                graph.read(lane, prompt[begin : begin + chunk], last=begin + chunk >= len(prompt))
+            lanes[number], out[number] = lane, [lane.slot.token]
+        for number in [number for number in lanes if len(out[number]) == count]:
+            graph.close(lanes.pop(number))
+        if lanes:
+            graph.step(list(reversed(lanes.values())))
+            for number, lane in lanes.items():
+                out[number].append(lane.slot.token)
+        turn += 1
+    return [out[number] for number in range(len(prompts))]
+
+
+def by_transformers(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    # Ids that the tokenizer does not have are never drawn.
+    beyond = list(range(len(token_bytes(folder)), model.config.vocab_size))
+    model.generation_config.suppress_tokens = beyond or None
+    out = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)
+        out.append(found[0, len(prompt) :].tolist())
+    return out
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name = request.param.partition("-")[0]
+    return make_model(tmp_path_factory.mktemp(request.param) / "model", name, **FAMILIES[request.param])
+
+
+def test_float32_tokens_equal_transformers_alone_and_in_mixed_batches(family: Path, tmp_path: Path) -> None:
+    graph = open_graph(make_image(tmp_path / "root", family))
+    expected = by_transformers(family, PROMPTS, 80)
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    assert [decode_together(graph, [prompt], 80)[0] for prompt in PROMPTS] == expected
+    assert decode_together(graph, PROMPTS, 80) == expected
+    assert decode_together(graph, PROMPTS, 80, chunk=7) == expected
+    assert graph.cache.held_bytes() == 0
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama") / "model")
+
+
+def test_the_cache_takes_memory_for_texts_not_for_slots(llama: Path, tmp_path: Path) -> None:
+    graph = open_graph(make_image(tmp_path / "root", llama, engine=Engine(128, 1 << 20, "float32")))
+    assert graph.cache.held_bytes() == 0
+    lane = graph.open(graph.patch.open(0, Draw()), 3)
+    graph.read(lane, [1, 2, 3], last=True)
+    assert graph.cache.held_bytes() == BUCKET * graph.shape.position_bytes
+
+
+def test_capacities_are_buckets_and_never_less_than_needed() -> None:
+    for positions in range(1, 1100):
+        capacity = capacity_for(positions, 1000)
+        assert capacity >= positions
+        assert (
+            capacity == 1000
+            or (capacity % BUCKET == 0 and (capacity // BUCKET).bit_count() == 1)
+            or positions > 1000
+        )
+
+
+def test_bfloat16_logits_stay_near_float32(llama: Path, tmp_path: Path) -> None:
+    prompt = list(range(10, 90))
+    logits = []
+    for dtype in ("float32", "bfloat16"):
+        graph = open_graph(make_image(tmp_path / dtype, llama, engine=Engine(8, 512, dtype)))
+        rows: list[Any] = []
+        graph.patch.run = lambda found, _slots, rows=rows: rows.append(found.copy())  # type: ignore[method-assign]
+        graph.read(graph.open(graph.patch.open(0, Draw()), len(prompt)), prompt, last=True)
+        logits.append(rows[0][0])
+    assert abs(logits[0] - logits[1]).max() < 0.05 * abs(logits[0]).max()
+
+
+def test_a_missing_tensor_is_an_error_that_names_it(llama: Path) -> None:
+    with pytest.raises(ModelMismatchError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        _load_with(llama, lambda state: state.pop("model.layers.1.mlp.up_proj.weight"))
+
+
+def test_an_unexpected_tensor_is_an_error_that_names_it(llama: Path) -> None:
+    with pytest.raises(ModelMismatchError, match=r"unexpected: model\.layers\.9\.x"):
+        _load_with(llama, lambda state: state.update({"model.layers.9.x": torch.zeros(3)}))
+
+
+def test_a_tensor_of_another_shape_is_an_error_that_names_it(llama: Path) -> None:
+    with pytest.raises(ModelMismatchError, match=r"model\.norm\.weight.*needs shape \[64\], found \[3\]"):
+        _load_with(llama, lambda state: state.update({"model.norm.weight": torch.zeros(3)}))
+
+
+def test_computed_tensors_of_old_files_are_ignored(llama: Path) -> None:
+    _load_with(
+        llama, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)})
+    )
+
+
+def _load_with(folder: Path, change: Any) -> None:
+    plain = json.loads((folder / "config.json").read_text())
+    state = read_weights((folder / "model.safetensors",), torch.float32, lambda _done, _total: None)
+    change(state)
+    fill_model(empty_model(*import_family("llama"), plain), state, torch.float32)
+
+
+def test_a_tied_head_that_differs_is_refused_and_an_equal_one_is_dropped(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", tie_word_embeddings=True)
+    embedding = "model.embed_tokens.weight"
+    _load_with(folder, lambda state: state.update({"lm_head.weight": state[embedding].clone()}))
+    with pytest.raises(ModelMismatchError, match=r"lm_head\.weight.*differs"):
+        _load_with(folder, lambda state: state.update({"lm_head.weight": state[embedding] + 1}))
+
+
+def test_old_gpt2_names_without_prefix_are_read(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "gpt2")
+    state = read_weights((folder / "model.safetensors",), torch.float32, lambda _done, _total: None)
+    old = {name.removeprefix("transformer."): item for name, item in state.items()}
+    old["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    plain = json.loads((folder / "config.json").read_text())
+    fill_model(empty_model(*import_family("gpt2"), plain), old, torch.float32)
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ModelMismatchError, match="'mamba' is not supported; known: gemma, gpt2, llama"):
+        import_family("mamba")
+
+
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelMismatchError, match="not a safetensors file"):
+        read_weights((tmp_path / "model.safetensors",), torch.float32, lambda _done, _total: None)
+
+
+def real_model() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "ralbuild" / "models" / "smollm2-135m-instruct"
+
+
+@pytest.mark.real_model
+def test_smollm2_float32_tokens_equal_transformers_in_a_mixed_batch(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = real_model()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = [
+        "What is the capital of France?",
+        "List three risks of compliance audits.",
+        "Say hi.",
+        "Why is 7 prime?",
+    ]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in asked
+    ]
+    graph = open_graph(make_image(tmp_path / "root", folder, (Rules(),)))
+    assert decode_together(graph, prompts, 24) == by_transformers(folder, prompts, 24)
