@@ -202,14 +202,15 @@ def _select(
     open_blob: OpenBlob, index: Mapping[str, Any], name: str, architecture: str, store: str
 ) -> Mapping[str, Any]:
     """Return the one index entry that is meant, looking into nested indexes for the platform."""
-    entries = [entry for entry in index.get("manifests") or [] if not name or entry_name(entry) == name]
     found = []
-    for entry in entries:
+    for entry in _entries(index, store):
+        if name and entry_name(entry) != name:
+            continue
         if entry.get("mediaType") in _INDEX_TYPES:
             nested = _read_blob(open_blob, entry.get("digest"), store)
             found += [
                 {**item, "annotations": entry.get("annotations") or {}}
-                for item in nested.get("manifests") or []
+                for item in _entries(nested, store)
                 if _is_platform(item, architecture)
             ]
         elif entry.get("mediaType") in _MANIFEST_TYPES and _is_platform(entry, architecture):
@@ -219,6 +220,13 @@ def _select(
     what = f"an image called {name!r}" if name else f"one image for linux/{architecture}"
     names = ", ".join(sorted({entry_name(entry) or "(no name)" for entry in found}))
     raise ImageError(f"needs {what}, found {len(found)}" + (f": {names}" if names else ""), place=store)
+
+
+def _entries(index: Mapping[str, Any], store: str) -> list[dict[str, Any]]:
+    entries = index.get("manifests", [])
+    if not _are(dict, entries):
+        raise ImageError("an index does not list descriptors", place=store)
+    return list(entries)
 
 
 def _is_platform(entry: Mapping[str, Any], architecture: str) -> bool:
@@ -235,6 +243,7 @@ def _load(open_blob: OpenBlob, entry: Mapping[str, Any], store: str) -> StoredIm
         if config_type not in _CONFIG_TYPES:
             raise ImageError(f"is not a container image: its config is {config_type}", place=store)
         config = _read_blob(open_blob, config_digest, store)
+        _check_config(config, store)
         diff_ids = config["rootfs"]["diff_ids"]
         layers = tuple(
             _descriptor(item, str(diff_id), store)
@@ -245,6 +254,27 @@ def _load(open_blob: OpenBlob, entry: Mapping[str, Any], store: str) -> StoredIm
     return StoredImage(
         entry_name(entry), str(entry["digest"]), manifest, config, config_digest, layers, store, open_blob
     )
+
+
+def _check_config(config: Mapping[str, Any], store: str) -> None:
+    """Make sure of the types of what is merged into our own config."""
+    settings, history = config.get("config") or {}, config.get("history") or []
+    if not isinstance(settings, dict):
+        raise ImageError("the image config has no settings", place=store)
+    env, labels = settings.get("Env") or [], settings.get("Labels") or {}
+    ports = settings.get("ExposedPorts") or {}
+    if not (
+        _are(dict, history)
+        and _are(str, env)
+        and isinstance(labels, dict)
+        and _are(str, list(labels.values()))
+        and isinstance(ports, dict)
+    ):
+        raise ImageError("the image config has a setting of the wrong type", place=store)
+
+
+def _are(kind: type, items: Any) -> bool:
+    return isinstance(items, list) and all(isinstance(item, kind) for item in items)
 
 
 def _descriptor(item: Mapping[str, Any], diff_id: str, store: str) -> Descriptor:

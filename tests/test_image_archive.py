@@ -1,0 +1,61 @@
+"""The archive sink: complete or not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from image_cases import NOWHERE, make_image, write_weights
+
+from ralbuild.errors import ImageError
+from ralbuild.image.outputs import ArchiveOutput
+from ralbuild.image.write import write_image
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_weights(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_failed_build_leaves_the_old_archive(tmp_path: Path, model: Path) -> None:
+    target = tmp_path / "out" / "a.tar"
+    write_image(make_image(model), [ArchiveOutput(target)], cache=NOWHERE)
+    old = target.read_bytes()
+    image = make_image(model, "new")
+    write_weights(model, (5 << 20, 999))
+    with pytest.raises(ImageError, match="changed while"):
+        write_image(image, [ArchiveOutput(target)], cache=NOWHERE)
+    assert target.read_bytes() == old
+    assert [path.name for path in target.parent.iterdir()] == ["a.tar"]
+
+
+def test_a_killed_build_leaves_the_old_archive_and_the_next_one_succeeds(tmp_path: Path, model: Path) -> None:
+    target = tmp_path / "out" / "a.tar"
+    write_image(make_image(model), [ArchiveOutput(target)], cache=NOWHERE)
+    old, image = target.read_bytes(), make_image(model, "new")
+    pid = os.fork()
+    if pid == 0:
+        kill = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        write_image(image, [ArchiveOutput(target)], cache=NOWHERE, progress=kill)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert target.read_bytes() == old
+    write_image(image, [ArchiveOutput(target)], cache=NOWHERE)
+    assert target.read_bytes() != old
+    assert [path.name for path in target.parent.iterdir()] == ["a.tar"]
+
+
+def test_a_folder_in_the_way_is_refused(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "a.tar").mkdir()
+    with pytest.raises(ImageError, match="is not a file"):
+        write_image(make_image(model), [ArchiveOutput(tmp_path / "a.tar")], cache=NOWHERE)
+
+
+def test_progress_adds_up_to_what_is_written(tmp_path: Path, model: Path) -> None:
+    steps: list[int] = []
+    image = make_image(model)
+    written = write_image(image, [ArchiveOutput(tmp_path / "a.tar")], cache=NOWHERE, progress=steps.append)
+    assert sum(steps) == written.bytes_written == (tmp_path / "a.tar").stat().st_size
