@@ -1,0 +1,103 @@
+"""The stages of `ralbuild base`, in order."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ralbuild.digests import DigestCache
+from ralbuild.errors import HostError, UsageError
+from ralbuild.image.assemble import assemble_image
+from ralbuild.image.base.apt import PrivateApt
+from ralbuild.image.base.fetch import fetch_wheels
+from ralbuild.image.base.files import cache_dir, exclusive
+from ralbuild.image.base.layers import plan_base
+from ralbuild.image.base.lockfile import Lock, load_lock
+from ralbuild.image.base.recipe import DEBIAN_PACKAGES, DROPPED_PACKAGES, MACHINE
+from ralbuild.image.base.report import Report
+from ralbuild.image.base.store import BaseStore, base_key
+from ralbuild.image.base.tree import Sources, facts_of, make_tree, prove
+from ralbuild.image.layout import write_layout
+
+TARGETS = ("cpu",)
+
+
+def ensure_base(target: str, report: Report) -> Path:
+    """Return the layout of the embedded base for ``target``, made when there is none yet.
+
+    When this lock and recipe have a finished base in the cache, nothing is resolved, downloaded or run.
+
+    Raises:
+        UsageError, HostError, ImageError: as `build_base`.
+    """
+    lock = _lock(target)
+    store = _store()
+    found = store.newest(target, lock)
+    if found is not None:
+        return found
+    return _build(target, lock, store, report)
+
+
+def build_base(target: str, report: Report) -> Path:
+    """Return the layout of a base made of today's Debian packages and the locked wheels.
+
+    A base of exactly these packages that is in the cache already is not made again.
+
+    Raises:
+        UsageError: for a target that this version has no base for.
+        HostError: when this machine cannot make it: no apt, no network, no room, another processor.
+        ImageError: when a package is not what it should be, or the result does not run.
+    """
+    return _build(target, _lock(target), _store(), report)
+
+
+def _lock(target: str) -> Lock:
+    if target not in TARGETS:
+        message = f"this version has an embedded base for {', '.join(TARGETS)}, not for {target}"
+        raise UsageError(message, place="--target", hint="pass --base oci:DIR with a base of your own")
+    if platform.machine() != MACHINE:
+        raise HostError(f"the embedded base is for {MACHINE}, this machine is {platform.machine()}")
+    return load_lock(target)
+
+
+def _store() -> BaseStore:
+    return BaseStore(cache_dir() / "base")
+
+
+def _build(target: str, lock: Lock, store: BaseStore, report: Report) -> Path:
+    sources = _fetch(target, lock, report)
+    key = base_key(target, lock, sources.debian)
+    with exclusive(store.lock_file):
+        found = store.get(key) or _make(sources, key, store, report)
+        store.point(target, lock, key)
+    return found
+
+
+def _fetch(target: str, lock: Lock, report: Report) -> Sources:
+    apt = PrivateApt(cache_dir() / "apt")
+    report.step("resolving Debian packages")
+    debian = tuple(item for item in apt.resolve(DEBIAN_PACKAGES) if item.name not in DROPPED_PACKAGES)
+    archives = apt.download(debian)
+    folder = cache_dir() / "wheels"
+    folder.mkdir(parents=True, exist_ok=True)
+    return Sources(target, lock, debian, archives, fetch_wheels(lock.wheels, folder, report))
+
+
+def _make(sources: Sources, key: str, store: BaseStore, report: Report) -> Path:
+    work = store.new_work_dir()
+    try:
+        tree, layout = work / "tree", work / "layout"
+        tree.mkdir()
+        make_tree(sources, tree, report)
+        report.step("running the base once and writing its layers")
+        facts = facts_of(tree, sources)
+        with ThreadPoolExecutor(1) as pool:
+            proof = pool.submit(prove, tree, facts)
+            image = assemble_image(plan_base(tree, sources.target, sources.lock, facts))
+            write_layout(layout, image, "", DigestCache(None), None, report.note)
+            proof.result()
+        return store.put(key, layout)
+    finally:
+        shutil.rmtree(work)

@@ -1,0 +1,72 @@
+"""Which files of a wheel a server never needs. Conservative: whole subsystems stay unless listed here.
+
+tests/test_base_tree.py imports every model family of transformers, and the server's packages, from a
+base without these files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+_ANY_WHEEL = (
+    "*.a",
+    "*.pyi",
+    "*.pxd",
+    "*.pyx",
+    "*.h",
+    "*.hpp",
+    "*.cuh",
+    "*.cmake",
+    "*/__pycache__/*",
+    "*.pyc",
+    "*/py.typed",
+    "*.dist-info/RECORD",  # lists files that are pruned here; the wheel's own sha256 is in base.json
+    "*.dist-info/direct_url.json",
+    "*.dist-info/REQUESTED",
+)
+_BY_WHEEL = {
+    "mpmath": ("mpmath/tests/*",),
+    "numpy": (
+        "numpy/*/tests/*",
+        "numpy/tests/*",
+        "numpy/_core/include/*",
+        "numpy/_core/lib/*",
+        "numpy/distutils/*",
+        "numpy/f2py/*",
+        "numpy/random/_examples/*",
+        "numpy/random/lib/*",
+        "numpy/typing/*",
+    ),
+    "regex": ("regex/tests/*",),
+    "sympy": ("isympy.py", "sympy/*/tests/*", "sympy/*/benchmarks/*", "sympy/benchmarks/*"),
+    "torch": (
+        "torch/bin/*",
+        "torch/include/*",
+        "torch/share/*",
+        "torch/test/*",
+        "torch/lib/libaoti_custom_ops.so",
+        "torch/lib/libbackend_with_compiler.so",
+        "torch/lib/libjitbackend_test.so",
+        "torch/lib/libshm/*",
+        "torch/lib/libshm_windows/*",
+        "torch/lib/libtorchbind_test.so",
+        "torchgen/packaged/*",
+    ),
+    "transformers": ("transformers/models/*/modular_*.py",),  # what modeling_*.py is generated from
+}
+_KEPT = ("torch/bin/torch_shm_manager",)
+"""Tensors shared between processes need it; without it `import torch` fails on some paths."""
+
+
+def keeps(wheel: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a file of ``wheel`` (normalised name) goes into the base.
+
+    It takes the path below the packages folder. Patterns are those of `fnmatch`: ``*`` matches slashes.
+    """
+    patterns = (*_ANY_WHEEL, *_BY_WHEEL.get(wheel, ()))
+
+    def keep(path: str) -> bool:
+        return path in _KEPT or not any(fnmatchcase(path, pattern) for pattern in patterns)
+
+    return keep

@@ -1,0 +1,138 @@
+"""The base's whole file tree in a folder: Debian packages, wheels, bytecode; then proved by running it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ralbuild.contract.codec import canonical_json, to_plain
+from ralbuild.contract.places import BASE_MANIFEST, PACKAGES_DIR
+from ralbuild.errors import ImageError
+from ralbuild.image.base.apt import DebianPackage
+from ralbuild.image.base.bytecode import compile_packages
+from ralbuild.image.base.elf import strip_symbols
+from ralbuild.image.base.lockfile import Lock
+from ralbuild.image.base.prune import keeps
+from ralbuild.image.base.recipe import PYTHON_VERSION, RECIPE
+from ralbuild.image.base.report import Report
+from ralbuild.image.base.rootfs import make_rootfs
+from ralbuild.image.base.wheel import unpack_wheel
+from ralbuild.image.treepython import python_command, python_home
+
+MANIFEST_SCHEMA = "ralbuild.base/1"
+_PROOF = """\
+import json, platform, ssl
+import jinja2, numpy, prometheus_client, safetensors.torch, starlette.applications, tokenizers, torch, uvicorn
+import transformers
+from transformers.models.llama import modeling_llama
+json.dump({"python": platform.python_version(), "torch": torch.__version__,
+           "transformers": transformers.__version__, "sum": torch.ones(8, 8).sum().item()}, open(1, "w"))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Everything that a base is made of: the packages, and the file of each by name."""
+
+    target: str
+    lock: Lock
+    debian: tuple[DebianPackage, ...]
+    archives: Mapping[str, Path]
+    wheels: Mapping[str, Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the finished tree says of itself."""
+
+    python: str
+    torch: str
+    transformers: str
+    debian: str
+
+
+def make_tree(sources: Sources, tree: Path, report: Report) -> None:
+    """Fill the empty folder ``tree``.
+
+    Raises:
+        HostError, ImageError: as the parts do.
+    """
+    report.step("unpacking Debian packages and wheels")
+    packages = tree / PACKAGES_DIR.lstrip("/")
+    packages.mkdir(parents=True)
+    # The largest first: torch takes longer than all the others together.
+    order = sorted(sources.wheels, key=lambda name: (-sources.wheels[name].stat().st_size, name))
+    with ThreadPoolExecutor(2) as pool:
+        jobs: list[Future[None]] = [pool.submit(_install, name, sources, packages) for name in order[:1]]
+        jobs.append(pool.submit(make_rootfs, sources.archives, tree))
+        jobs += [pool.submit(_install, name, sources, packages) for name in order[1:]]
+        for job in jobs:
+            job.result()
+    report.step("compiling bytecode")
+    compile_packages(tree, report)
+    place = tree / BASE_MANIFEST.lstrip("/")
+    place.write_bytes(_manifest(sources))
+
+
+def facts_of(tree: Path, sources: Sources) -> Facts:
+    """Return what the image will say of itself; `prove` checks that it is true."""
+    versions = {package.name: package.version for package in sources.debian}
+    python = versions[f"python{PYTHON_VERSION}-minimal"]
+    return Facts(
+        python=python.rpartition("-")[0],  # without Debian's revision
+        torch=sources.lock.version("torch"),
+        transformers=sources.lock.version("transformers"),
+        debian=(tree / "etc/debian_version").read_text(encoding="ascii").strip(),
+    )
+
+
+def prove(tree: Path, facts: Facts) -> None:
+    """Run the tree's Python: import what a server imports, compute something, compare the versions.
+
+    Raises:
+        ImageError: when it does not run or is not what ``facts`` says.
+    """
+    environment = {
+        "PYTHONHOME": python_home(tree),
+        "PYTHONPATH": str(tree / PACKAGES_DIR.lstrip("/")),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "LANG": "C.UTF-8",
+        "HOME": "/nonexistent",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [*python_command(tree), "-s", "-P", "-W", "ignore", "-c", _PROOF]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tree)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+        raise ImageError(f"the finished base does not run: {last[0]}", hint="this is a bug in its recipe")
+    found = json.loads(done.stdout)
+    for name in ("python", "torch", "transformers"):
+        if found[name] != getattr(facts, name):
+            raise ImageError(f"the base has {name} {found[name]}, it should have {getattr(facts, name)}")
+    if found["sum"] != 64:
+        raise ImageError(f"torch in the base computes that 64 ones sum up to {found['sum']}")
+
+
+def _install(name: str, sources: Sources, packages: Path) -> None:
+    unpack_wheel(sources.wheels[name], packages, keeps(name), strip_symbols)
+
+
+def _manifest(sources: Sources) -> bytes:
+    """Return ``base.json``: exactly what went in."""
+    hashes = {wheel.name: wheel for wheel in sources.lock.wheels}
+    value = {
+        "schema": MANIFEST_SCHEMA,
+        "target": sources.target,
+        "recipe": RECIPE,
+        "lock": sources.lock.sha256,
+        "debian": to_plain(sources.debian),
+        "wheels": [
+            {"name": name, "version": hashes[name].version, "file": path.name, "sha256": hashes[name].sha256}
+            for name, path in sorted(sources.wheels.items())
+        ],
+    }
+    return canonical_json(to_plain(value))
