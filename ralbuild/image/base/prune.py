@@ -36,7 +36,6 @@ _BY_WHEEL = {
         "numpy/f2py/*",
         "numpy/random/_examples/*",
         "numpy/random/lib/*",
-        "numpy/typing/*",
     ),
     "regex": ("regex/tests/*",),
     "sympy": ("isympy.py", "sympy/*/tests/*", "sympy/*/benchmarks/*", "sympy/benchmarks/*"),
