@@ -83,7 +83,7 @@ def read_cubin(data: bytes, place: str) -> Cubin:
     """
     try:
         return _read(data)
-    except (struct.error, ValueError, IndexError) as error:
+    except (struct.error, ValueError, IndexError, OverflowError) as error:
         raise CompileError(f"is not a readable cubin: {error}", place=place) from None
 
 
@@ -92,6 +92,8 @@ def _read(data: bytes) -> Cubin:
     ident, machine, version, flags = head[0], head[2], head[3], head[7]
     if ident[:6] != b"\x7fELF\x02\x01" or machine != _CUDA_MACHINE:
         raise ValueError("no 64-bit CUDA ELF header")
+    if head[5] + head[9] * head[10] > len(data):
+        raise ValueError("the program headers end after the file")
     sections = _sections(data, offset=head[6], count=head[12], names=head[13])
     functions = _functions(sections)
     return Cubin(

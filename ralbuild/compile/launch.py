@@ -175,9 +175,16 @@ class _Worker:
         return f"ended with status {code} and no answer"
 
     def kill(self) -> None:
-        """End the worker and its group; the process namespace, where there is one, ends with it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End the worker and its group, and wait for it, so that nobody still writes to its folder.
+
+        The process namespace, where there is one, ends with its first process: no child survives.
+        """
+        deadline = time.monotonic() + 5
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.poll()
+                time.sleep(0.005)
         self.process.wait()
         os.close(self.answers)
 

@@ -145,15 +145,15 @@ def _leave_root(policy: Policy, landlock: bool, missing: list[str]) -> None:
     if not open_to_all and not landlock:
         missing.append("own user id")
         return
-    for folder, _, names in os.walk(policy.private):
-        for path in (folder, *(f"{folder}/{name}" for name in names)):
-            os.chown(path, uid, uid)
     _prctl(_SET_KEEPCAPS, 1)
     try:
+        for folder, _, names in os.walk(policy.private):
+            for path in (folder, *(f"{folder}/{name}" for name in names)):
+                os.chown(path, uid, uid)
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    except OSError:
+    except OSError:  # a user namespace may hold no other user
         missing.append("own user id")
     _keep_capabilities(0 if open_to_all else 1 << _CAP_DAC_READ_SEARCH)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import sys
 import traceback
 import types
@@ -80,7 +81,9 @@ def _import(path: Path) -> Any:
 def _failure(error: BaseException, private: str) -> dict[str, Any]:
     """Describe an error by its own words and the line of the kernel file that it points at."""
     line, column, reason = _locate(error, f"{private}/kernel.py")
-    return {"line": line, "column": column, "reason": reason.replace(f"{private}/", "")[:MAX_REASON]}
+    reason = reason.split(" Repro command:")[0].replace(f"{private}/", "")
+    reason = re.sub(r"tmp/tmp\w+\.ptx", "kernel.ptx", reason)
+    return {"line": line, "column": column, "reason": reason[:MAX_REASON]}
 
 
 def _locate(error: BaseException, path: str) -> tuple[int, int, str]:
