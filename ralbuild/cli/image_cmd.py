@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ralbuild.cli.options import (
     add_build_options,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ralbuild.image.assemble import Image
     from ralbuild.image.write import WrittenImage
     from ralbuild.pipeline import Compiled
+    from ralbuild.report import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +51,10 @@ def run(options: argparse.Namespace) -> int:
     request = build_request(options, base=_base_folder(options.base))
     if options.dry_run:
         compiled, image = plan_only(request, report)
-        print(json.dumps(_summary(compiled, image, None), indent=2) if options.json else _table(image))
+        print(_json(compiled, image, None, report) if options.json else _table(image))
         return 0
     compiled, image, written = build_image(request, outputs, tag, report)
-    print(json.dumps(_summary(compiled, image, written), indent=2) if options.json else image.digest)
+    print(_json(compiled, image, written, report) if options.json else image.digest)
     if not options.json and not options.quiet and sys.stderr.isatty() and not options.output:
         print("next: ralbuild run oci:./ral-image", file=sys.stderr)
     return 0
@@ -80,13 +81,15 @@ def _table(image: Image) -> str:
     return "\n".join(lines)
 
 
-def _summary(compiled: Compiled, image: Image, written: WrittenImage | None) -> dict[str, Any]:
+def _json(compiled: Compiled, image: Image, written: WrittenImage | None, report: Report) -> str:
     reused = {layer.digest for layer in written.layers if layer.reused} if written else set()
-    return {
+    answer = {
         "manifest": image.digest,
         "config": image.config_digest,
         "bundle": f"sha256:{compiled.bundle_sha256}",
         "written": written.bytes_written if written else 0,
+        "summary": {stage.name: stage.summary for stage in report.stages},
+        "seconds": {stage.name: round(stage.seconds, 3) for stage in report.stages},
         "layers": [
             {
                 "name": layer.descriptor.name,
@@ -98,3 +101,4 @@ def _summary(compiled: Compiled, image: Image, written: WrittenImage | None) -> 
             for layer in image.layers
         ],
     }
+    return json.dumps(answer, indent=2)

@@ -68,7 +68,11 @@ def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
     )
     layers = (*weights, _model_layer(parts), _launcher_layer(), _rules_layer(parts))
     config = ImageConfig(
-        env=(("RAL_BUNDLE_SHA256", parts.bundle_sha256),),
+        env=(
+            ("RAL_BUNDLE_SHA256", parts.bundle_sha256),
+            # Idle compute threads sleep: spinning ones starve the other colour during a switch.
+            ("OMP_WAIT_POLICY", "PASSIVE"),
+        ),
         entrypoint=(ENTRYPOINT,),
         user=f"{USER_ID}:{USER_ID}",
         ports=(PORT,),
