@@ -56,7 +56,8 @@ def write_layout(
         _tidy_on_failure(folder, target, cache),
     ):
         index = _read_index(folder) if folder == target else {}
-        (folder / "oci-layout").write_bytes(LAYOUT_FILE)
+        if not (folder / "oci-layout").exists():
+            _replace(folder / "oci-layout", LAYOUT_FILE)
         blobs = BlobFolder(folder, cache)
         reused = _add_image(blobs, image, progress)
         entries = [entry for entry in index.get("manifests", []) if not _is_replaced(entry, image, tag)]
@@ -86,8 +87,8 @@ def _check_is_layout(target: Path) -> None:
     hint = "name a new folder, or remove this one first"
     if not target.is_dir():
         raise ImageError("is not a folder", place=str(target), hint=hint)
-    if not any(target.iterdir()):
-        return
+    if all(path.name.startswith(PARTIAL) for path in target.iterdir()):
+        return  # empty, or a build into an empty folder was killed at once
     try:
         version = parse_json((target / "oci-layout").read_bytes(), "oci-layout").get("imageLayoutVersion")
     except (OSError, FormatError, AttributeError):
