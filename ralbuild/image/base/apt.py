@@ -75,8 +75,18 @@ class PrivateApt:
         self.archives = folder / "archives"
         self._config = folder / "apt.conf"
 
+    def update(self) -> None:
+        """Fetch the lists of this machine's sources anew.
+
+        Raises:
+            HostError: without apt, or when a list cannot be fetched or its signature is wrong.
+        """
+        with exclusive(self.folder / "lock"):
+            self._prepare()
+            self._update()
+
     def resolve(self, names: Sequence[str]) -> list[DebianPackage]:
-        """Return the dependency closure of ``names``, sorted by package name.
+        """Return the dependency closure of ``names``, sorted by package name; old lists are updated first.
 
         Raises:
             HostError: without apt, without sources, or when they have no such packages.
@@ -85,7 +95,10 @@ class PrivateApt:
             self._prepare()
             if not self._lists_are_fresh():
                 self._update()
-            return self._resolve(names)
+            # apt leaves out what its archive folder holds already; it is empty, `download` uses another.
+            text = self._run(["install", "-qq", "-y", "--reinstall", "--print-uris", *names])
+        packages = [_parse_uri_line(line) for line in text.splitlines() if line.startswith("'")]
+        return sorted(packages, key=lambda package: package.name)
 
     def download(self, packages: Sequence[DebianPackage]) -> dict[str, Path]:
         """Return the archive of every package by name, downloaded when it is not there, checked always.
@@ -135,14 +148,6 @@ class PrivateApt:
     def _update(self) -> None:
         self._run(["update", "-qq"])
         (self.folder / "updated").write_bytes(b"")
-
-    def _resolve(self, names: Sequence[str]) -> list[DebianPackage]:
-        # apt leaves out what its archive folder holds already; it is empty, `download` uses another.
-        text = self._run(["install", "-qq", "-y", "--reinstall", "--print-uris", *names])
-        packages = [_parse_uri_line(line) for line in text.splitlines() if line.startswith("'")]
-        if not packages:
-            raise HostError("apt-get resolved no package", place=" ".join(names))
-        return sorted(packages, key=lambda package: package.name)
 
     def _run(self, arguments: list[str], cwd: Path | None = None) -> str:
         command = ["apt-get", "-c", str(self._config), *arguments]

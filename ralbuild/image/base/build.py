@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ralbuild.digests import DigestCache
 from ralbuild.errors import HostError, UsageError
 from ralbuild.image.assemble import assemble_image
-from ralbuild.image.base.apt import PrivateApt
+from ralbuild.image.base.apt import DebianPackage, PrivateApt
 from ralbuild.image.base.fetch import fetch_wheels
 from ralbuild.image.base.files import cache_dir, exclusive
 from ralbuild.image.base.layers import plan_base
@@ -37,11 +38,11 @@ def ensure_base(target: str, report: Report) -> Path:
     found = store.newest(target, lock)
     if found is not None:
         return found
-    return _build(target, lock, store, report)
+    return _build(target, lock, store, report, refresh=False)
 
 
 def build_base(target: str, report: Report) -> Path:
-    """Return the layout of a base made of today's Debian packages and the locked wheels.
+    """Return the layout of a base made of the Debian packages of this moment and the locked wheels.
 
     A base of exactly these packages that is in the cache already is not made again.
 
@@ -50,7 +51,7 @@ def build_base(target: str, report: Report) -> Path:
         HostError: when this machine cannot make it: no apt, no network, no room, another processor.
         ImageError: when a package is not what it should be, or the result does not run.
     """
-    return _build(target, _lock(target), _store(), report)
+    return _build(target, _lock(target), _store(), report, refresh=True)
 
 
 def _lock(target: str) -> Lock:
@@ -66,8 +67,8 @@ def _store() -> BaseStore:
     return BaseStore(cache_dir() / "base")
 
 
-def _build(target: str, lock: Lock, store: BaseStore, report: Report) -> Path:
-    sources = _fetch(target, lock, report)
+def _build(target: str, lock: Lock, store: BaseStore, report: Report, *, refresh: bool) -> Path:
+    sources = _fetch(target, lock, report, refresh=refresh)
     key = base_key(target, lock, sources.debian)
     with exclusive(store.lock_file):
         found = store.get(key) or _make(sources, key, store, report)
@@ -75,14 +76,29 @@ def _build(target: str, lock: Lock, store: BaseStore, report: Report) -> Path:
     return found
 
 
-def _fetch(target: str, lock: Lock, report: Report) -> Sources:
+def _fetch(target: str, lock: Lock, report: Report, *, refresh: bool) -> Sources:
     apt = PrivateApt(cache_dir() / "apt")
     report.step("resolving Debian packages")
-    debian = tuple(item for item in apt.resolve(DEBIAN_PACKAGES) if item.name not in DROPPED_PACKAGES)
-    archives = apt.download(debian)
+    if refresh:
+        apt.update()
+    debian, archives = _fetch_debian(apt)
     folder = cache_dir() / "wheels"
     folder.mkdir(parents=True, exist_ok=True)
     return Sources(target, lock, debian, archives, fetch_wheels(lock.wheels, folder, report))
+
+
+def _fetch_debian(apt: PrivateApt) -> tuple[tuple[DebianPackage, ...], dict[str, Path]]:
+    debian = _kept(apt.resolve(DEBIAN_PACKAGES))
+    try:
+        return debian, apt.download(debian)
+    except HostError:  # a mirror drops a version as soon as there is a newer one
+        apt.update()
+        debian = _kept(apt.resolve(DEBIAN_PACKAGES))
+        return debian, apt.download(debian)
+
+
+def _kept(packages: Iterable[DebianPackage]) -> tuple[DebianPackage, ...]:
+    return tuple(package for package in packages if package.name not in DROPPED_PACKAGES)
 
 
 def _make(sources: Sources, key: str, store: BaseStore, report: Report) -> Path:

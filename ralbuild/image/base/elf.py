@@ -19,9 +19,9 @@ _FILE_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 _SHOFF_AT = 40
-_PT_LOAD = 1
-_SHT_SYMTAB, _SHT_NOBITS = 2, 8
+_SHT_NULL, _SHT_SYMTAB, _SHT_NOBITS = 0, 2, 8
 _SHF_ALLOC = 2
+_MAX_ALIGN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,64 +42,89 @@ class _Section:
     @property
     def in_tail(self) -> bool:
         """True for bytes of the file that are in no loaded segment."""
-        return not self.flags & _SHF_ALLOC and self.type != _SHT_NOBITS and self.size > 0
+        return not self.flags & _SHF_ALLOC and self.type not in (_SHT_NULL, _SHT_NOBITS) and self.size > 0
 
     def packed(self) -> bytes:
         return _SECTION_HEADER.pack(*dataclasses.astuple(self))
 
 
 def strip_symbols(path: Path) -> int:
-    """Shorten the ELF file ``path`` in place; return the bytes saved, 0 when nothing is safe to drop."""
+    """Shorten the ELF file ``path`` in place; return the bytes saved, 0 when nothing is safe to drop.
+
+    A file whose headers do not describe it, or that keeps sections between its segments, stays as it is.
+    """
     with path.open("r+b") as file:
         fd = file.fileno()
+        try:
+            plan = _plan(fd)
+        except struct.error:  # a header that the file is too short for
+            return 0
         size = os.fstat(fd).st_size
-        head = os.pread(fd, _FILE_HEADER.size, 0)
-        if len(head) < _FILE_HEADER.size or not head.startswith(_MAGIC):
+        if plan is None or plan.end + len(plan.tail) >= size:
             return 0
-        fields = _FILE_HEADER.unpack(head)
-        phoff, shoff, phnum, shnum, names = fields[5], fields[6], fields[10], fields[12], fields[13]
-        sections = _sections(fd, shoff, shnum)
-        dropped = _dropped(fd, sections, names)
-        end = _loaded_end(fd, phoff, phnum)
-        tail = [(i, item) for i, item in enumerate(sections) if item.in_tail]
-        if not dropped or any(item.offset < end for _, item in tail) or shoff < end:
-            return 0
-        kept = {i: os.pread(fd, item.size, item.offset) for i, item in tail if i not in dropped}
-        text = _tail(sections, kept, dropped, end)
-        table_at = end + len(text) - shnum * _SECTION_HEADER.size
-        if end + len(text) >= size:
-            return 0
-        os.ftruncate(fd, end)
-        os.pwrite(fd, text, end)
-        os.pwrite(fd, struct.pack("<Q", table_at), _SHOFF_AT)
-    return size - end - len(text)
+        os.ftruncate(fd, plan.end)
+        os.pwrite(fd, plan.tail, plan.end)
+        os.pwrite(fd, struct.pack("<Q", plan.table_at), _SHOFF_AT)
+        return size - plan.end - len(plan.tail)
 
 
-def _sections(fd: int, offset: int, count: int) -> list[_Section]:
-    data = os.pread(fd, count * _SECTION_HEADER.size, offset)
-    return [_Section(*fields) for fields in _SECTION_HEADER.iter_unpack(data)]
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The new file: the old one up to ``end``, then ``tail``, with the section table at ``table_at``."""
+
+    end: int
+    tail: bytes
+    table_at: int
+
+
+def _plan(fd: int) -> _Plan | None:
+    size = os.fstat(fd).st_size
+    head = os.pread(fd, _FILE_HEADER.size, 0)
+    if not head.startswith(_MAGIC):
+        return None
+    fields = _FILE_HEADER.unpack(head)
+    phoff, shoff, phnum, shnum, names = fields[5], fields[6], fields[10], fields[12], fields[13]
+    sections = [
+        _Section(*item)
+        for item in _SECTION_HEADER.iter_unpack(_read(fd, shoff, shnum * _SECTION_HEADER.size))
+    ]
+    dropped = _dropped(fd, sections, names)
+    end = _segments_end(fd, phoff, phnum)
+    tail = {i: item for i, item in enumerate(sections) if item.in_tail}
+    if not dropped or min(shoff, *(item.offset for item in tail.values())) < end or end > size:
+        return None
+    if any(item.align > _MAX_ALIGN for item in tail.values()):
+        return None
+    kept = {i: _read(fd, item.offset, item.size) for i, item in tail.items() if i not in dropped}
+    text = _tail(sections, kept, dropped, end)
+    return _Plan(end, text, end + len(text) - shnum * _SECTION_HEADER.size)
+
+
+def _read(fd: int, offset: int, size: int) -> bytes:
+    if offset + size > os.fstat(fd).st_size:
+        raise struct.error("beyond the end of the file")
+    return os.pread(fd, size, offset)
 
 
 def _dropped(fd: int, sections: list[_Section], names_index: int) -> set[int]:
     """Return the numbers of the symbol tables, their strings, and the debug sections."""
     if names_index >= len(sections):
         return set()
-    names = os.pread(fd, sections[names_index].size, sections[names_index].offset)
+    names = _read(fd, sections[names_index].offset, sections[names_index].size)
     found = set()
     for i, item in enumerate(sections):
         if item.type == _SHT_SYMTAB:
             found |= {i, item.link}
         elif item.in_tail and names.startswith((b".debug_", b".zdebug_"), item.name):
             found.add(i)
-    return found - {names_index}
+    return {i for i in found - {names_index} if i < len(sections) and sections[i].in_tail}
 
 
-def _loaded_end(fd: int, offset: int, count: int) -> int:
+def _segments_end(fd: int, offset: int, count: int) -> int:
     """Return the first byte after every segment, loaded or not, and after the program headers."""
-    end = offset + count * _PROGRAM_HEADER.size
-    data = os.pread(fd, count * _PROGRAM_HEADER.size, offset)
-    for _, _, start, _, _, size, _, _ in _PROGRAM_HEADER.iter_unpack(data):
-        end = max(end, start + size)
+    data = _read(fd, offset, count * _PROGRAM_HEADER.size)
+    ends = [start + size for _, _, start, _, _, size, _, _ in _PROGRAM_HEADER.iter_unpack(data)]
+    end: int = max([offset + len(data), *ends])
     return end
 
 

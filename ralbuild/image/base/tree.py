@@ -13,7 +13,7 @@ from ralbuild.contract.codec import canonical_json, to_plain
 from ralbuild.contract.places import BASE_MANIFEST, PACKAGES_DIR
 from ralbuild.errors import ImageError
 from ralbuild.image.base.apt import DebianPackage
-from ralbuild.image.base.bytecode import compile_packages
+from ralbuild.image.base.bytecode import compile_tree
 from ralbuild.image.base.elf import strip_symbols
 from ralbuild.image.base.lockfile import Lock
 from ralbuild.image.base.prune import keeps
@@ -73,7 +73,7 @@ def make_tree(sources: Sources, tree: Path, report: Report) -> None:
         for job in jobs:
             job.result()
     report.step("compiling bytecode")
-    compile_packages(tree, report)
+    compile_tree(tree, report)
     place = tree / BASE_MANIFEST.lstrip("/")
     place.write_bytes(_manifest(sources))
 
