@@ -149,7 +149,8 @@ class Cache:
             "label": label,
             "files": {name: {"sha256": ref.sha256, "size": ref.size} for name, ref in refs.items()},
         }
-        self._write("index", f"{key}.json", canonical_json(entry))
+        text = canonical_json({"entry": entry, "sha256": sha256_hex(canonical_json(entry))})
+        self._write("index", f"{key}.json", text)
 
     def _write(self, folder: str, name: str, data: bytes) -> None:
         """Put a whole file in place, or keep an object in memory when the disk does not take it."""
@@ -225,9 +226,12 @@ def _read_file(path: Path, limit: int) -> bytes:
 def _parse_index(data: bytes, key: str) -> dict[str, ObjectRef]:
     """Return the outputs that an index file names; it must be the one for ``key``."""
     try:
-        entry: Any = parse_json(data, "index")
+        text: Any = parse_json(data, "index")
+        entry = text["entry"]
+        if sha256_hex(canonical_json(entry)) != text["sha256"]:
+            raise _UnusableError("the index is damaged")
         if entry["schema"] != SCHEMA or entry["key"] != key:
-            raise _UnusableError(f"the index is that of {str(entry['key'])[:64]!r}")
+            raise _UnusableError(f"the index is that of another key or format: {entry['label']!r}")
         refs = {str(name): ObjectRef(item["sha256"], item["size"]) for name, item in entry["files"].items()}
     except (FormatError, KeyError, TypeError, AttributeError) as error:
         raise _UnusableError(f"the index is not readable ({type(error).__name__})") from None

@@ -56,7 +56,7 @@ def toolchain() -> Toolchain:
 
 @functools.cache
 def specs() -> dict[str, KernelSpec]:
-    built_in = {spec.name: spec for spec in builtin_specs(max_held=64, longest_token=128)}
+    built_in = {spec.name: spec for spec in builtin_specs()}
     return built_in | {"html_enhancer": article_spec()}
 
 

@@ -6,10 +6,9 @@ shows what became of it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-import subprocess
-import time
 from pathlib import Path
 from threading import Event
 
@@ -92,41 +91,51 @@ def test_the_environment_is_a_fixed_list(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-def test_a_fork_bomb_is_contained_and_ended() -> None:
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which workers get their private ones."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_fork_bomb_is_contained_and_ended(scratch: Path) -> None:
     head = (
         "import os\nwhile True:\n    try:\n        os.fork()\n"
         "    except OSError:\n        if os.getpid() == 1: raise"
     )
     with pytest.raises(CompileError, match=r"transformers/k\.py:\d+: .*BlockingIOError"):
         compile_(kernel_file(HARMLESS, head))
-    assert workers() == []
+    assert processes_in(scratch) == []
 
 
-def test_a_file_that_sleeps_is_ended_after_the_timeout() -> None:
+def test_a_file_that_sleeps_is_ended_after_the_timeout(scratch: Path) -> None:
     with pytest.raises(CompileError, match="the compile worker took too long"):
         compile_(kernel_file(HARMLESS, "import time\ntime.sleep(1000)"), timeout=2)
-    assert workers() == []
+    assert processes_in(scratch) == []
 
 
-def test_a_stopped_build_ends_its_workers() -> None:
+def test_a_stopped_build_ends_its_workers(scratch: Path) -> None:
     stop = Event()
     stop.set()
     with pytest.raises(CompileError, match="the compile worker was stopped"):
         run_worker(kernel_file(HARMLESS), "sm_80", toolchain(), stop=stop)
-    assert workers() == []
+    assert processes_in(scratch) == []
 
 
-def test_a_child_left_behind_ends_with_its_worker() -> None:
+def test_a_child_left_behind_ends_with_its_worker(scratch: Path) -> None:
     head = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)"
     assert compile_(kernel_file(HARMLESS, head)).cubin
-    time.sleep(0.2)
-    assert workers() == []
+    assert processes_in(scratch) == []
 
 
-def workers() -> list[str]:
-    """Command lines of compile workers that still run."""
-    found = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in found.splitlines() if "compile/worker.py" in line and not line.startswith("Z")]
+def processes_in(folder: Path) -> list[str]:
+    """Return the processes whose working folder lies below ``folder``: workers and their children."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if link.readlink().is_relative_to(folder):
+                found.append(link.parent.name)
+    return found
 
 
 def test_what_a_file_prints_does_not_reach_the_answer(capfd: pytest.CaptureFixture[str]) -> None:
@@ -207,9 +216,8 @@ def test_the_callers_environment_cannot_change_the_object(
     assert (built.cubin, built.ptx) == (compiled("html_enhancer").cubin, compiled("html_enhancer").ptx)
 
 
-def test_no_scratch_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_no_scratch_folder_is_left(scratch: Path) -> None:
     compile_(kernel_file(HARMLESS))
     with pytest.raises(CompileError):
         compile_(kernel_file(HARMLESS, "raise ValueError"))
-    assert list(tmp_path.iterdir()) == []
+    assert list(scratch.iterdir()) == []

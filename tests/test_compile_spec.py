@@ -7,10 +7,9 @@ import ast
 import pytest
 from compile_support import ARTICLE_KERNEL, article_spec, specs
 
-from ralbuild.compile.spec import builtin_specs
 from ralbuild.compile.user_source import read_type, user_spec
 from ralbuild.contract import transducer
-from ralbuild.contract.buffers import BUFFERS, RING_BYTES
+from ralbuild.contract.buffers import BUFFERS
 from ralbuild.errors import CompileError
 
 
@@ -33,12 +32,6 @@ def test_the_transducer_kernel_reads_operations_as_the_contract_numbers_them() -
     kinds = (transducer.COPY, transducer.EMIT, transducer.DROP, transducer.EVENT)
     assert kinds == (0, 1, 2, 3)
     assert transducer.PASS_PROGRAM == 0
-
-
-def test_a_hold_back_that_overflows_the_ring_is_refused() -> None:
-    assert builtin_specs(max_held=RING_BYTES - 128, longest_token=128)
-    with pytest.raises(CompileError, match=f"need a ring of {RING_BYTES + 1} bytes, found {RING_BYTES}"):
-        builtin_specs(max_held=RING_BYTES - 127, longest_token=128)
 
 
 def test_the_articles_kernel_is_read_from_its_comments() -> None:

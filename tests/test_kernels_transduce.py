@@ -6,12 +6,15 @@ of today would give.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from kernel_interpreter import Interpreter, interpreter
 
+from ralbuild.config.load import load_config
 from ralbuild.contract.transducer import (
     COPY,
     DROP,
@@ -23,6 +26,7 @@ from ralbuild.contract.transducer import (
     read_transducer,
     write_transducer,
 )
+from ralbuild.fold.folding import fold
 
 STATES, CLASSES, HELD, RULES, PROFILES = 12, 7, 9, 4, 3
 TOKENS, EOS = 40, (38, 39)
@@ -156,6 +160,58 @@ def test_every_step_of_every_slot_agrees_with_the_plain_executor(kernels: Interp
     assert arrays["rule_events"].tolist() == counts.tolist()
     assert (arrays["output"][slots] == CANARY).all()
     assert (arrays["ring"][slots] == CANARY).all()
+
+
+CONFIG = """
+version: "0.3"
+model: "m"
+actions:
+  guard:
+    ban: ["risk-free"]
+    redact: [{text: "secret", with: "[x]"}, {text: "acct", whole_words: true}]
+    append: " Not advice."
+routing: {rules: [{match: "finance", action: "guard"}]}
+postprocessing:
+  output_transformers:
+    - {name: "html_enhancer", config: {bold_terms: ["risk", "audit", "\u98ce\u9669"], escape: true}}
+"""
+TEXT = "A RISK, asterisk & audit secretly acct<acct1> \u98ce\u9669\u98ce sec"
+
+
+def test_compiled_rules_come_out_as_the_plain_executor_writes_them(
+    kernels: Interpreter, tmp_path: Path
+) -> None:
+    """One slot per profile, tokens of one to three bytes that split words and characters."""
+    (tmp_path / "c.yaml").write_text(CONFIG, "utf-8")
+    text = TEXT.encode()
+    cuts = [0, *np.cumsum(np.random.default_rng(1).integers(1, 4, len(text))).tolist()]
+    words = [text[a:b] for a, b in itertools.pairwise(cuts) if a < len(text)] + [b""]
+    folded = fold(load_config(tmp_path / "c.yaml"), words)
+    table = read_transducer(folded.transducer, "test")
+    slots = len(table.starts)
+    state = fresh_slots(slots) | {
+        "fst_state": np.array(table.starts, np.int32),
+        "ring": np.zeros((slots, 1024), np.uint8),
+        "output": np.zeros((slots, 4096), np.uint8),
+        "rule_events": np.zeros(max(1, table.rules), np.int32),
+    }
+    arrays: dict[str, object] = {
+        "token_offsets": np.cumsum([0] + [len(word) for word in words]).astype(np.int32),
+        "token_bytes": np.frombuffer(text, np.uint8),
+        "tokenizer_size": len(words),
+        "eos_ids": np.array([len(words) - 1], np.int32),
+        "eos_count": 1,
+    }
+    arrays |= device_arrays(table) | state
+    written = [b""] * slots
+    for token in range(len(words)):
+        step = arrays | {"token": np.full(slots, token, np.int32)}
+        arrays |= kernels.launch("transduce", slots, step, CONSTANTS | {"RING": 1024, "OUTPUT": 4096})
+        for slot in range(slots):
+            written[slot] += arrays["output"][slot].tobytes()[: arrays["output_len"][slot]]
+    machine = Transducer(table)
+    assert written == [machine.rewrite(profile, text)[0] for profile in range(slots)]
+    assert any(b"<b>RISK</b>" in out for out in written)
 
 
 def test_a_step_that_emits_too_much_counts_every_byte_and_writes_none_outside(kernels: Interpreter) -> None:

@@ -9,7 +9,6 @@ from importlib import resources
 from ralbuild.contract.buffers import BUFFERS, OUTPUT_BYTES, RING_BYTES
 from ralbuild.contract.codec import canonical_json, sha256_hex
 from ralbuild.contract.transducer import STATE_BITS
-from ralbuild.errors import CompileError
 
 SCALAR_SIZES: Mapping[str, int] = {
     "i8": 1, "i16": 2, "i32": 4, "i64": 8,
@@ -83,23 +82,11 @@ def type_align(triton_type: str) -> int:
     return ELEMENT_SIZES[triton_type[1:]] if triton_type.startswith("*") else 1
 
 
-def builtin_specs(*, max_held: int, longest_token: int) -> tuple[KernelSpec, ...]:
+def builtin_specs() -> tuple[KernelSpec, ...]:
     """Return the built-in kernels in launch order: ``sample``, then ``transduce``.
 
-    Args:
-        max_held: longest text that the transducer holds back, in bytes.
-        longest_token: bytes of the vocabulary's longest token.
-
-    Raises:
-        CompileError: when the two do not fit the ring of raw text together.
+    They hold no rule and no size of a model: tables are buffers, so one compilation serves every config.
     """
-    if max_held + longest_token > RING_BYTES:
-        raise CompileError(
-            f"a hold-back of {max_held} bytes and a token of {longest_token} bytes need a ring of "
-            f"{max_held + longest_token} bytes, found {RING_BYTES}",
-            place="transduce",
-            hint="shorten the longest rule of the config",
-        )
     transduce = {"RING": RING_BYTES, "OUTPUT": OUTPUT_BYTES, "LANES": 32, "STATE_BITS": STATE_BITS}
     sample = {"BLOCK": SAMPLE_BLOCK, "CANDIDATES": CANDIDATES}
     return (
