@@ -147,7 +147,7 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
         )
     with report.stage("compile") as stage:
         archs = request.archs if request.archs is not None else tuple(loaded.config.build.targets)
-        specs = _kernel_specs(loaded, model, folded, engine.max_seq_len)
+        specs = _kernel_specs(loaded, engine.max_seq_len)
         kernels = _compile(request, specs, archs, cache, report)
         stage.summary = _kernel_summary(kernels)
     bundle = _link(loaded, model, folded, engine, kernels, request.target, cache)
@@ -259,24 +259,18 @@ def _engine(loaded: LoadedConfig, model: ScannedModel, target: Target) -> contra
     return contract.Engine(config.max_batch_size, length, dtype)
 
 
-def _kernel_specs(
-    loaded: LoadedConfig, model: ScannedModel, folded: Folded, max_seq_len: int
-) -> tuple[KernelSpec, ...]:
-    longest = max(map(len, model.vocabulary.tokens))
-    built_in = builtin_specs(max_held=folded.size.max_held, longest_token=longest)
-    return (
-        *built_in,
-        *(
-            user_spec(
-                name=kernel.name,
-                source=kernel.source,
-                filename=str(kernel.path),
-                settings=kernel.settings,
-                max_seq_len=max_seq_len,
-            )
-            for kernel in loaded.kernels
-        ),
+def _kernel_specs(loaded: LoadedConfig, max_seq_len: int) -> tuple[KernelSpec, ...]:
+    users = (
+        user_spec(
+            name=kernel.name,
+            source=kernel.source,
+            filename=str(kernel.path),
+            settings=kernel.settings,
+            max_seq_len=max_seq_len,
+        )
+        for kernel in loaded.kernels
     )
+    return (*builtin_specs(), *users)
 
 
 def _compile(

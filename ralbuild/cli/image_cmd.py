@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ralbuild.cli.options import (
+    add_base_option,
     add_build_options,
     add_report_options,
+    base_folder,
     build_request,
     chosen_report,
 )
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_build_options(parser)
-    parser.add_argument("--base", metavar="oci:DIR", help="base to build on; default: the embedded one")
+    add_base_option(parser)
     parser.add_argument(
         "--output",
         action="append",
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     report = chosen_report(options)
     outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])
     tag = parse_tag(options.tag) if options.tag else ""
-    request = build_request(options, base=_base_folder(options.base))
+    request = build_request(options, base=base_folder(options))
     if options.dry_run:
         compiled, image = plan_only(request, report)
         print(_json(compiled, image, None, report) if options.json else _table(image))
@@ -58,17 +59,6 @@ def run(options: argparse.Namespace) -> int:
     if not options.json and not options.quiet and sys.stderr.isatty() and not options.output:
         print("next: ralbuild run oci:./ral-image", file=sys.stderr)
     return 0
-
-
-def _base_folder(text: str | None) -> Path | None:
-    from ralbuild.errors import UsageError
-
-    if text is None:
-        return None
-    if not text.startswith("oci:"):
-        hint = "give an OCI layout: --base oci:DIR, as `ralbuild base --out oci:DIR` makes"
-        raise UsageError("bases from registries are not supported in this version", place="--base", hint=hint)
-    return Path(text.removeprefix("oci:"))
 
 
 def _table(image: Image) -> str:

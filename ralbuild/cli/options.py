@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ralbuild.errors import UsageError
 from ralbuild.report import Report, make_report
 
 if TYPE_CHECKING:
@@ -94,3 +95,19 @@ def build_request(options: argparse.Namespace, base: Path | None = None) -> Buil
         rehash=options.rehash,
         check_repro=getattr(options, "check_repro", False),
     )
+
+
+def add_base_option(parser: argparse.ArgumentParser) -> None:
+    """Add --base."""
+    parser.add_argument("--base", metavar="oci:DIR", help="base to build on; default: the embedded one")
+
+
+def base_folder(options: argparse.Namespace) -> Path | None:
+    """Return the layout that --base names, or None for the embedded base."""
+    text: str | None = options.base
+    if text is None:
+        return None
+    if not text.startswith("oci:"):
+        hint = "give an OCI layout: --base oci:DIR, as `ralbuild base --out oci:DIR` makes"
+        raise UsageError("bases from registries are not supported in this version", place="--base", hint=hint)
+    return Path(text.removeprefix("oci:"))

@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 
 from ralbuild.cli.options import (
+    add_base_option,
     add_build_options,
     add_report_options,
+    base_folder,
     build_request,
     chosen_report,
 )
@@ -16,6 +18,7 @@ from ralbuild.cli.options import (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_build_options(parser)
+    add_base_option(parser)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="new folder for the build context"
     )
@@ -26,5 +29,6 @@ def run(options: argparse.Namespace) -> int:
     """Write Dockerfile, entrypoint and everything that they copy; weights are hard links."""
     from ralbuild.pipeline import render_context
 
-    print(render_context(build_request(options), options.out, chosen_report(options)) / "Dockerfile")
+    request = build_request(options, base=base_folder(options))
+    print(render_context(request, options.out, chosen_report(options)) / "Dockerfile")
     return 0
