@@ -166,3 +166,12 @@ def test_the_file_is_never_imported_by_the_builder(tmp_path, monkeypatch) -> Non
     source = b"open('proof', 'w')\nimport triton\n@triton.jit\ndef k_kernel(): pass\n"
     user_spec(name="k", source=source, filename="k.py", settings={}, max_seq_len=64)
     assert not (tmp_path / "proof").exists()
+
+
+def test_the_documented_buffers_are_those_of_the_contract() -> None:
+    text = (ARTICLE_KERNEL.parents[3] / "docs/kernels.md").read_text("utf-8")
+    rows = [
+        f"| `{name}` | `{item.type}` | {item.shape or '—'} | {item.meaning} |"
+        for name, item in BUFFERS.items()
+    ]
+    assert "\n".join(rows) in text
