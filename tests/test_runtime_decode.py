@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
 }
 PROMPTS = [[1, 50, 60, 70], list(range(10, 100)), [5], list(range(300, 340)), [7, 8] * 30, [9, 30, 31]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are faster on one thread, and far faster when other tests run beside them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def open_graph(image: Image) -> DecodeGraph:

@@ -1,0 +1,105 @@
+"""What a request may say: served, ignored, or refused with the field's name before any work."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ralbuild.runtime.errors import ApiError
+from ralbuild.runtime.requests import parse_chat, parse_completion
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def refusal(body: dict[str, Any] | bytes, parse: Any = parse_chat) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(body if isinstance(body, bytes) else json.dumps(body).encode())
+    return caught.value
+
+
+def chat(**fields: Any) -> Any:
+    return parse_chat(json.dumps(CHAT | fields).encode())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"logprobs": True},
+        {"top_logprobs": 3},
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"logit_bias": {"5": 1}},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"modalities": ["audio"]},
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any]) -> None:
+    error = refusal(CHAT | fields)
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", next(iter(fields)))
+
+
+def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted() -> None:
+    ask = chat(
+        n=1, logprobs=False, tools=[], tool_choice="auto", response_format={"type": "text"}, logit_bias={},
+        presence_penalty=0, frequency_penalty=0.0, user="u", metadata={}, whatever=[1], stop=None, seed=None,
+    )  # fmt: skip
+    assert ask.messages == ({"role": "user", "content": "hi"},)
+    assert ask.stops == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "pirate", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": [1]}, "stream_options"),
+        ({"model": ""}, "model"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_by_the_field_s_name(fields: dict[str, Any], param: str) -> None:
+    error = refusal(CHAT | fields)
+    assert (error.status, error.param) == (400, param)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"a":1,"a":2}', b'"x"', b"\xff", b"[" * 100000])
+def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
+    assert refusal(body).code == "invalid_json"
+
+
+def test_text_parts_are_joined_and_a_developer_is_the_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    ask = chat(messages=[{"role": "developer", "content": parts}, {"role": "assistant", "content": None}])
+    assert ask.messages == ({"role": "system", "content": "ab"}, {"role": "assistant", "content": ""})
+    assert ask.input_length == 2
+
+
+def test_max_completion_tokens_beats_the_older_name() -> None:
+    assert chat(max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert chat().max_tokens is None
+
+
+def test_a_completion_takes_one_string_and_sixteen_tokens_by_default() -> None:
+    ask = parse_completion(b'{"model":"m","prompt":["text"]}')
+    assert (ask.prompt, ask.max_tokens) == ("text", 16)
+    assert refusal({"model": "m", "prompt": [1, 2]}, parse_completion).param == "prompt"
+    assert refusal({"model": "m", "prompt": ["a", "b"]}, parse_completion).param == "prompt"
+    assert refusal({"model": "m", "prompt": "a", "echo": True}, parse_completion).param == "echo"

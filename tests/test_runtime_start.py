@@ -1,0 +1,175 @@
+"""What the launcher refuses: one clear line, its own exit status, and nothing served."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_fixtures import Image, make_image, make_model, refused, running
+
+from ralbuild.contract import places
+from ralbuild.contract.bundle import Engine, Kernel, PatchStep, SelfTest
+from ralbuild.runtime.errors import HostUnfitError
+from ralbuild.runtime.host import available_memory, usable_cpus
+from ralbuild.runtime.log import log_event
+from ralbuild.runtime.settings import read_settings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def image(model: Path, tmp_path: Path) -> Image:
+    return make_image(tmp_path / "root", model)
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def expect(image: Image, status: int, *words: str, env: dict[str, str] | None = None) -> None:
+    found, log = refused(image, env)
+    assert found == status, log
+    assert "Traceback" not in log
+    last = log.splitlines()[-1]
+    assert last.startswith(f"refused exit={status} error=")
+    for word in words:
+        assert word in last
+
+
+def test_a_changed_bundle_is_refused(image: Image) -> None:
+    digest = image.digest
+    image.rewrite(model="other")
+    expect(image, 80, "bundle.json", digest, "rules are immutable", env={"RAL_BUNDLE_SHA256": digest})
+
+
+@pytest.mark.parametrize("name", ["manifest", "transducer", "bans", "vocab"])
+def test_a_flipped_byte_in_an_object_is_refused(image: Image, name: str) -> None:
+    path = image.path(places.OBJECTS_DIR) / getattr(image.bundle, name).sha256
+    flip(path)
+    expect(image, 80, path.name, "sha256")
+
+
+def test_a_missing_object_is_refused(image: Image) -> None:
+    (image.path(places.OBJECTS_DIR) / image.bundle.bans.sha256).unlink()
+    expect(image, 80, image.bundle.bans.sha256, "No such file")
+
+
+def test_a_shorter_object_is_refused(image: Image) -> None:
+    path = image.path(places.OBJECTS_DIR) / image.bundle.vocab.sha256
+    path.write_bytes(path.read_bytes()[:-1])
+    expect(image, 80, "bytes, found")
+
+
+def test_a_changed_config_is_refused(image: Image) -> None:
+    flip(image.path(places.CONFIG_FILE))
+    expect(image, 80, "ral-config.yaml", "not the config that was compiled")
+
+
+def test_a_bundle_that_is_not_json_is_refused(image: Image) -> None:
+    image.path(places.BUNDLE_FILE).write_text("{")
+    expect(image, 80, "not JSON", env={"RAL_BUNDLE_SHA256": ""})
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_changed_model_file_is_refused(image: Image, name: str) -> None:
+    flip(image.path(places.MODEL_DIR) / name)
+    expect(image, 81, name, "needs sha256")
+
+
+def test_a_truncated_weight_file_is_refused(image: Image) -> None:
+    path = image.path(places.MODEL_DIR) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    expect(image, 81, "model.safetensors", "bytes, found")
+
+
+def test_a_flipped_weight_byte_is_found_when_all_is_verified(image: Image) -> None:
+    flip(image.path(places.MODEL_DIR) / "model.safetensors")
+    expect(image, 81, "model.safetensors", "needs sha256", env={"RAL_VERIFY": "full"})
+
+
+def test_weights_that_do_not_fit_into_memory_are_refused(image: Image) -> None:
+    image.rewrite(engine=Engine(8, 512, "float32"))
+    expect(image, 82, "one text of 512 tokens needs", env={"RAL_KV_BYTES": "1000"})
+
+
+def test_a_folded_step_that_disagrees_with_the_oracle_is_refused(image: Image) -> None:
+    image.rewrite(self_tests=(SelfTest(0, (50, 60), "00ff"),))
+    expect(image, 83, "self_tests[0]", "needs 00ff")
+
+
+def test_a_port_in_use_is_refused(image: Image) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        expect(image, 84, "Address already in use", env={"RAL_PORT": port})
+
+
+def test_a_bundle_for_another_target_is_refused(image: Image) -> None:
+    image.rewrite(target="cuda")
+    expect(image, 84, "cuda")
+
+
+def test_an_unknown_step_is_refused_with_the_reason(image: Image) -> None:
+    image.rewrite(patch=(*image.bundle.patch, PatchStep("grammar", "slots")))
+    expect(image, 85, "grammar", "no CPU implementation")
+
+
+def test_a_user_kernel_is_refused_with_the_reason(image: Image) -> None:
+    kernel = Kernel("mine", "mine_kernel", "0" * 64, True, 4, {}, (), ())
+    image.rewrite(kernels=(kernel,), patch=(*image.bundle.patch, PatchStep("mine", "1")))
+    expect(image, 85, "mine", "user kernel")
+
+
+@pytest.mark.parametrize(
+    "name", ["RAL_PORT", "RAL_THREADS", "RAL_QUEUE", "RAL_KV_BYTES", "RAL_DRAIN_SECONDS"]
+)
+@pytest.mark.parametrize("value", ["-1", "x", "1e3", "٣", "99999999999999999999"])
+def test_a_variable_without_meaning_is_refused(name: str, value: str) -> None:
+    with pytest.raises(HostUnfitError, match=name):
+        read_settings({name: value})
+
+
+def test_the_start_line_names_graph_and_bundle_and_the_self_test_passes(model: Path, tmp_path: Path) -> None:
+    from runtime_fixtures import Rules, token_bytes
+
+    tokens = (50, 51, 52, 53, 54)
+    text = b"".join(token_bytes(model)[token] for token in tokens)
+    expected = text.replace(text[1:3], b"<b>" + text[1:3] + b"</b>")
+    rules = Rules(bold=text[1:3].decode())
+    image = make_image(tmp_path / "root", model, (rules,), self_tests=[SelfTest(0, tokens, expected.hex())])
+    with running(image) as runtime:
+        (line,) = [line for line in runtime.log.splitlines() if line.startswith("RAL patch applied")]
+        before, _, bundle = line.partition(" bundle=")
+        assert bundle == f"sha256:{image.digest}"
+        assert int(before.removeprefix("RAL patch applied to graph_id=0x"), 16) > 0
+
+
+def test_limits_of_the_control_group_are_kept(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    assert usable_cpus(tmp_path) >= 1
+    assert available_memory(tmp_path, meminfo) == 8000 * 1024
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "memory.max").write_text("4096000\n")
+    (tmp_path / "memory.current").write_text("4000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
+    assert usable_cpus(tmp_path) == 1
+    assert available_memory(tmp_path, meminfo) == 4096000 - 4000000 + 100000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory(tmp_path, meminfo) == 8000 * 1024
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [("a b", '"a b"'), ('q"', '"q\\""'), ("x\ny", '"x\\x0ay"'), (1.5, "1.500")]
+)
+def test_a_log_value_stays_on_its_line(capsys: pytest.CaptureFixture[str], value: Any, shown: str) -> None:
+    log_event("event", key=value)
+    assert capsys.readouterr().err == f"event key={shown}\n"
