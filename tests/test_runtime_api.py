@@ -6,6 +6,7 @@ Expected texts come from transformers' `generate` and `str.replace`, not from ou
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import signal
 import time
@@ -50,10 +51,15 @@ def greedy(folder: Path, asked: str, count: int) -> list[bytes]:
     return [known[token] for token in ids[0, found.shape[1] :].tolist()]
 
 
-def words_of(text: bytes) -> list[str]:
-    """Pairs of ASCII letters that occur in ``text``, in order of appearance, each once."""
-    pairs = [text[n : n + 2] for n in range(len(text) - 1)]
-    return list(dict.fromkeys(pair.decode() for pair in pairs if pair.isalpha() and pair.isascii()))
+def words_of(tokens: list[bytes]) -> list[str]:
+    """Pairs of ASCII characters in the text, each once; those that two tokens make together come first."""
+    text = b"".join(tokens)
+    joints = [a[-1:] + b[:1] for a, b in itertools.pairwise(tokens)]
+    pairs = [*joints, *(text[n : n + 2] for n in range(len(text) - 1))]
+    good = [
+        pair.decode() for pair in pairs if len(pair) == 2 and pair.isascii() and pair.decode().isprintable()
+    ]
+    return list(dict.fromkeys(pair for pair in good if pair[0] != pair[1] and not set(pair) & set("<>/[]b ")))
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +78,9 @@ def plain(tokens: list[bytes]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def words(plain: bytes) -> list[str]:
-    found = words_of(plain)
-    assert len(found) >= 4, plain
+def words(tokens: list[bytes]) -> list[str]:
+    found = words_of(tokens)
+    assert len(found) >= 4, tokens
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ def cut_at_first_stop(text: str, stops: list[str]) -> str:
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
     edges = [0, *sorted({cut % (len(data) + 1) for cut in cuts}), len(data)]
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(st.text("abc", max_size=30), st.lists(WORDS, max_size=4), st.lists(st.integers(0, 40), max_size=6))
