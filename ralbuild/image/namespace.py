@@ -3,7 +3,7 @@
 The one argument is JSON, the fields of `Job`. In mode ``namespace`` the tree becomes the read-only root of
 new mount, process, IPC and host name namespaces (as root also without a user namespace of its own, else in
 one), with an empty /tmp, a small /dev and the machine's network. In mode ``direct`` the program is started
-where it is. Either way it ends up without capabilities and cannot gain any, and dies with this process.
+where it is. Either way it has no capabilities, cannot gain any (no_new_privs), and dies with this process.
 
 Exit status: the program's own, 128 and the signal's number when a signal ended it, 125 when it could not
 be started (the reason is on standard error). With ``probe`` nothing is started: 0 says that it could be.
@@ -89,10 +89,12 @@ def _run_directly(job: Job) -> int:
 def _run_inside(job: Job) -> int:
     uid, gid = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID
-    if uid == 0:
-        _call("unshare", flags)
-    else:
-        _call("unshare", flags | _CLONE_NEWUSER)
+    try:
+        _call("unshare", flags if uid == 0 else flags | _CLONE_NEWUSER)
+    except OSError as error:
+        # "No space left on device" is how the kernel says that their number is limited, perhaps to none.
+        raise OSError(error.errno, f"the kernel refuses new namespaces ({error.strerror})") from None
+    if uid != 0:
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{job.user} {uid} 1")
         _write("/proc/self/gid_map", f"{job.user} {gid} 1")

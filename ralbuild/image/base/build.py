@@ -81,13 +81,18 @@ def _fetch(target: str, lock: Lock, report: Report, *, refresh: bool) -> Sources
     report.step("resolving Debian packages")
     if refresh:
         apt.update()
-    debian, archives = _fetch_debian(apt)
+    debian, archives = fetch_debian(apt)
     folder = cache_dir() / "wheels"
     folder.mkdir(parents=True, exist_ok=True)
     return Sources(target, lock, debian, archives, fetch_wheels(lock.wheels, folder, report))
 
 
-def _fetch_debian(apt: PrivateApt) -> tuple[tuple[DebianPackage, ...], dict[str, Path]]:
+def fetch_debian(apt: PrivateApt) -> tuple[tuple[DebianPackage, ...], dict[str, Path]]:
+    """Return the packages of the base, sorted by name, and the archive of each.
+
+    Raises:
+        HostError: when they cannot be had.
+    """
     debian = _kept(apt.resolve(DEBIAN_PACKAGES))
     try:
         return debian, apt.download(debian)
