@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Architecture = Literal["sm_80", "sm_86", "sm_89", "sm_90"]
-ARCHITECTURES: tuple[Architecture, ...] = ("sm_80", "sm_86", "sm_89", "sm_90")
+from ralbuild.pins import load_pins
+
+ARCHITECTURES = load_pins().cubin.archs
 MAX_TEXT_BYTES = 256
 """Longest literal in bytes: a match is held back until it is decided, and hold-back is bounded."""
 
@@ -54,7 +55,16 @@ def _regex(text: str) -> str:
     return text
 
 
+def _architecture(name: str) -> str:
+    if name not in ARCHITECTURES:
+        raise ValueError(f"needs one of {', '.join(ARCHITECTURES)}, found {name!r}")
+    return name
+
+
 T = TypeVar("T")
+Architecture = Annotated[
+    str, AfterValidator(_architecture), Field(json_schema_extra={"enum": list(ARCHITECTURES)})
+]
 NotYet = Annotated[T | None, BeforeValidator(_refuse)]
 Literal_ = Annotated[str, AfterValidator(_literal)]
 OutputText = Annotated[str, AfterValidator(_output_text)]
