@@ -217,7 +217,9 @@ class RichReport(_Base):
         row.add_column(width=8)
         row.add_column(overflow="fold")
         row.add_row(
-            "[green]✓", f"[bold]{stage.name}", f"{self._escape(stage.summary)} [dim]{format_seconds(stage.seconds)}"
+            "[green]✓",
+            f"[bold]{stage.name}",
+            f"{self._escape(stage.summary)} [dim]({format_seconds(stage.seconds)})",
         )
         self.console.print(row)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
@@ -58,10 +59,9 @@ class BaseStore:
     def new_work_dir(self) -> Path:
         """Return an empty folder, and remove what killed builds left; needs `lock_file` to be held."""
         for old in self.folder.glob(f"{_WORK}*"):
-            shutil.rmtree(old)
-        path = self.folder / f"{_WORK}tree"
-        path.mkdir(parents=True)
-        return path
+            # A killed build's helpers may still write for a moment; what is left then goes next time.
+            shutil.rmtree(old, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=_WORK, dir=self.folder))
 
     def _pointer(self, target: str, lock: Lock) -> Path:
         identity = canonical_json([RECIPE, PACKING, lock.sha256])
