@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_fixtures import Image, Rules, make_image, make_model, token_bytes
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ralbuild.contract.bundle import Engine
@@ -18,6 +19,7 @@ from ralbuild.runtime.errors import ModelMismatchError
 from ralbuild.runtime.model.cache import BUCKET, capacity_for
 from ralbuild.runtime.model.families import empty_model, import_family
 from ralbuild.runtime.model.graph import DecodeGraph, Lane
+from ralbuild.runtime.model.linear import MANY_ROWS, widen_linears
 from ralbuild.runtime.model.weights import fill_model, read_weights
 from ralbuild.runtime.preflight import check_files
 from ralbuild.runtime.sampler import Draw
@@ -148,6 +150,17 @@ def test_bfloat16_logits_stay_near_float32(llama: Path, tmp_path: Path) -> None:
         graph.read(graph.open(graph.patch.open(0, Draw()), len(prompt)), prompt, last=True)
         logits.append(rows[0][0])
     assert abs(logits[0] - logits[1]).max() < 0.05 * abs(logits[0]).max()
+
+
+def test_products_in_float32_are_nearer_to_the_exact_ones_and_keep_the_dtype() -> None:
+    model = nn.Sequential(nn.Linear(256, 64)).bfloat16()
+    rows = torch.randn(MANY_ROWS, 256).bfloat16()
+    narrow = model(rows)
+    widen_linears(model)
+    assert torch.equal(model(rows[:1]), narrow[:1])
+    exact = rows.double() @ model[0].weight.double().T + model[0].bias.double()
+    assert model(rows).dtype == torch.bfloat16
+    assert (model(rows) - exact).abs().max() <= (narrow - exact).abs().max() < 0.1
 
 
 def test_a_missing_tensor_is_an_error_that_names_it(llama: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.runtime.errors import ModelMismatchError, OutOfMemoryError, SelfTestError
-from ralbuild.runtime.host import available_memory, usable_cpus
+from ralbuild.runtime.host import available_memory, has_bfloat16, usable_cpus
 from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.log import log_event, log_line
 from ralbuild.runtime.metrics import Metrics
@@ -120,6 +120,7 @@ def _load_model(
     plain = _model_config(checked)
     _require_memory(checked)
     from ralbuild.runtime.model.families import empty_model, import_family
+    from ralbuild.runtime.model.linear import widen_linears
     from ralbuild.runtime.model.weights import DTYPES, fill_model, prepare_torch, read_weights
 
     text.result()  # a bundle that cannot run is refused before the weights are read
@@ -131,6 +132,8 @@ def _load_model(
     model = empty_model(config_class, model_class, plain)
     lifecycle.enter("load")
     loaded = fill_model(model, weights.result(), dtype)
+    if checked.bundle.engine.dtype == "bfloat16" and not has_bfloat16():
+        widen_linears(loaded.module)
     log_event(
         "loaded", dtype=checked.bundle.engine.dtype, parameters=checked.manifest.parameters, threads=threads
     )

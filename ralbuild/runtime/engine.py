@@ -116,13 +116,14 @@ class Engine:
                 self._wake.wait_for(lambda: self._stopping or self.busy)
                 if self._stopping:
                     return
+            self._turn()
+
+    def _turn(self) -> None:
+        try:
+            with self._wake:
                 self._drop_cancelled()
                 self._admit()
                 self._observe()
-            self._work()
-
-    def _work(self) -> None:
-        try:
             self._read_prompts()
             if self._running:
                 self._step()
@@ -141,7 +142,8 @@ class Engine:
             self._graph.reset()
             self._observe()
         for generation in failed:
-            generation.sink(Piece("", _lane(generation).slot.step, error="the decode step failed"))
+            drawn = generation.lane.slot.step if generation.lane is not None else 0
+            generation.sink(Piece("", drawn, error="the decode step failed"))
 
     def _drop_cancelled(self) -> None:
         for generation in [*self._reading, *self._running]:
@@ -159,11 +161,11 @@ class Engine:
             if self._reserved + cost > self._kv_bytes and self._taken():
                 return
             generation = self._waiting.popleft()
+            self._reading.append(generation)
             self._reserved += cost
             order = generation.order
             slot = self._graph.patch.open(order.profile, order.draw)
             generation.lane = self._graph.open(slot, len(order.prompt))
-            self._reading.append(generation)
             self._metrics.prompt_tokens.inc(len(order.prompt))
 
     def _read_prompts(self) -> None:

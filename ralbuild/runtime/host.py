@@ -18,6 +18,12 @@ def usable_cpus(cgroup: Path = _CGROUP) -> int:
     return max(count, 1)
 
 
+def has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Tell whether the processor multiplies bfloat16 itself (AVX-512 BF16, AMX, or Arm's BF16)."""
+    flags = {word for line in _lines(cpuinfo) if line[0] in ("flags", "Features") for word in line}
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
 def available_memory(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return the bytes this process can still take: free on the host and within the group's limit."""
     free = next((int(line[1]) * 1024 for line in _lines(meminfo) if line[0] == "MemAvailable:"), 1 << 62)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 
-_LOCK = threading.Lock()
+# Reentrant: a signal handler logs too, and may interrupt a line.
+_LOCK = threading.RLock()
 
 
 def log_line(text: str) -> None:

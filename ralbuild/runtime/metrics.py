@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class Metrics:
         self._version = version
         self.rule_counts: list[int] = []
         self._rules: list[Counter] = []
+        self._lock = threading.Lock()
         self.ready = Gauge("ralbuild_ready", "1 while requests are served.", registry=registry)
         self.running = Gauge("ralbuild_requests_running", "Requests that hold a slot.", registry=registry)
         self.waiting = Gauge("ralbuild_requests_waiting", "Requests in the queue.", registry=registry)
@@ -105,9 +107,10 @@ class Metrics:
 
     def count_events(self, rules: Sequence[int]) -> None:
         """Count one match for each rule id."""
-        for rule in rules:
-            self._rules[rule].inc()
-            self.rule_counts[rule] += 1
+        with self._lock:
+            for rule in rules:
+                self._rules[rule].inc()
+                self.rule_counts[rule] += 1
 
     def exposition(self) -> bytes:
         """Return the text that `/metrics` answers."""

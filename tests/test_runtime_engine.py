@@ -1,0 +1,231 @@
+"""The decode loop itself: queue, cache reservation, cancellation and failure, on a tiny model in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Queue
+from typing import Any
+
+import openai
+import pytest
+import torch
+from runtime_fixtures import Image, make_image, make_model
+
+from ralbuild.contract.bundle import Engine as EngineSizes
+from ralbuild.runtime.app import Api
+from ralbuild.runtime.boot import boot
+from ralbuild.runtime.engine import Engine
+from ralbuild.runtime.errors import ApiError
+from ralbuild.runtime.lifecycle import Lifecycle
+from ralbuild.runtime.metrics import Metrics
+from ralbuild.runtime.orders import Order, Piece
+from ralbuild.runtime.sampler import Draw
+from ralbuild.runtime.serve import Server, bind
+from ralbuild.runtime.service import Service
+from ralbuild.runtime.settings import Settings
+
+PROMPT = tuple(range(20, 60))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    folder = tmp_path_factory.mktemp("tiny")
+    return make_image(folder / "root", make_model(folder / "model"), engine=EngineSizes(4, 512, "float32"))
+
+
+@pytest.fixture
+def serve(image: Image) -> Iterator[Callable[..., Service]]:
+    engines: list[Engine] = []
+
+    def start(**settings: Any) -> Service:
+        lifecycle = Lifecycle()
+        service = boot(Settings(root=str(image.root), threads=1, **settings), lifecycle, Metrics("0"))
+        lifecycle.enter("ready")
+        engines.append(service.engine)
+        return service
+
+    yield start
+    for engine in engines:
+        engine.stop()
+
+
+def order(count: int = 30, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> Order:
+    return Order(prompt, count, Draw(), 0, **fields)
+
+
+def collect(service: Service, orders: list[Order]) -> list[list[Piece]]:
+    """Submit all and wait for all; pieces by request."""
+    box: Queue[tuple[int, Piece]] = Queue()
+    for number, item in enumerate(orders):
+        service.submit(item, lambda piece, number=number: box.put((number, piece)))
+    out: list[list[Piece]] = [[] for _ in orders]
+    while not all(pieces and (pieces[-1].finish or pieces[-1].error) for pieces in out):
+        number, piece = box.get(timeout=60)
+        out[number].append(piece)
+    return out
+
+
+def text(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def sample(service: Service, name: str) -> float:
+    value = service.metrics.registry.get_sample_value(name)
+    assert value is not None
+    return value
+
+
+def test_more_requests_than_slots_all_end_in_the_order_they_came(serve: Callable[..., Service]) -> None:
+    service = serve(queue=40)
+    prompts = [tuple(range(20 + n, 40 + 3 * n)) for n in range(20)]
+    alone = [text(collect(service, [order(prompt=prompt)])[0]) for prompt in prompts]
+    together = collect(service, [order(prompt=prompt) for prompt in prompts])
+    assert [text(pieces) for pieces in together] == alone
+    assert service.engine.busy == 0
+
+
+def test_a_small_cache_makes_requests_wait_and_none_fail(serve: Callable[..., Service]) -> None:
+    roomy, tight = serve(), serve()
+    # One full-length text fits, two do not.
+    cost = tight.engine._graph.cache.cost(512)
+    tight.engine._kv_bytes = cost
+    most = 0
+
+    def watch(bytes_held: float) -> None:
+        nonlocal most
+        most = max(most, tight.engine._taken())
+
+    tight.metrics.kv_bytes.set = watch  # type: ignore[method-assign]
+    orders = [order(450, prompt=PROMPT[n:]) for n in range(4)]
+    assert [text(p) for p in collect(tight, orders)] == [text(p) for p in collect(roomy, orders)]
+    assert most == 1
+
+
+def test_a_full_queue_is_refused_and_the_rest_is_served(serve: Callable[..., Service]) -> None:
+    service = serve(queue=2)
+    held = threading.Event()
+    pieces: Queue[Piece] = Queue()
+
+    def slow(piece: Piece) -> None:
+        held.wait(30)
+        pieces.put(piece)
+
+    refused: list[ApiError] = []
+    accepted = 0
+    while not refused:
+        try:
+            service.submit(order(3), slow)
+            accepted += 1
+        except ApiError as error:
+            refused.append(error)
+    held.set()
+    assert (refused[0].status, refused[0].code) == (429, "queue_full")
+    assert refused[0].retry_after > 0
+    assert accepted <= 4 + 2
+    ended = 0
+    while ended < accepted:
+        ended += bool(pieces.get(timeout=30).finish)
+
+
+def test_a_cancelled_request_draws_at_most_one_more_token(serve: Callable[..., Service]) -> None:
+    service = serve()
+    drawn: list[int] = []
+    generation: list[Any] = []
+    started, cancelled = threading.Event(), threading.Event()
+
+    def sink(piece: Piece) -> None:
+        drawn.append(piece.tokens)
+        started.wait(30)
+        if len(drawn) == 5:
+            service.engine.cancel(generation[0])
+            cancelled.set()
+
+    generation.append(service.submit(order(400), sink))
+    started.set()
+    assert cancelled.wait(30)
+    while sample(service, "ralbuild_requests_cancelled_total") < 1 or sample(
+        service, "ralbuild_kv_cache_bytes"
+    ):
+        time.sleep(0.01)
+    assert sample(service, "ralbuild_generated_tokens_total") <= drawn[4] + 1
+
+
+def test_a_waiting_request_that_is_cancelled_never_runs(serve: Callable[..., Service]) -> None:
+    service = serve(queue=8)
+    running = [service.submit(order(400), lambda _: None) for _ in range(4)]
+    waiting = service.submit(order(prompt=(7,) * 100), lambda _: pytest.fail("it ran"))
+    service.engine.cancel(waiting)
+    for generation in running:
+        service.engine.cancel(generation)
+    while service.engine.busy:
+        time.sleep(0.01)
+    assert sample(service, "ralbuild_requests_cancelled_total") == 5
+
+
+class Breaks:
+    """A step that fails once, at its n-th call."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def run(self, _logits: Any, _slots: Any) -> None:
+        self.calls -= 1
+        if self.calls == 0:
+            raise RuntimeError("broken on purpose")
+
+
+@pytest.mark.parametrize("calls", [1, 2, 9])
+def test_a_failed_step_ends_its_requests_and_the_next_ones_are_whole(
+    serve: Callable[..., Service], calls: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = serve()
+    good = text(collect(service, [order()])[0])
+    patch = service.engine._graph.patch
+    patch.steps = (*patch.steps, Breaks(calls))
+    (pieces,) = collect(service, [order()])
+    assert pieces[-1].error
+    assert good.startswith(text(pieces))
+    assert text(collect(service, [order()])[0]) == good
+    assert sample(service, "ralbuild_step_failures_total") == 1
+    assert sample(service, "ralbuild_requests_running") == 0
+    assert "step failed error=RuntimeError" in capsys.readouterr().err
+
+
+def test_a_failure_inside_a_stream_reaches_the_openai_client_as_an_error(
+    serve: Callable[..., Service],
+) -> None:
+    service = serve()
+    api = Api(Lifecycle(), service.metrics)
+    api.lifecycle.enter("ready")
+    api.service = service
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server = Server(api, 5)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        patch = service.engine._graph.patch
+        patch.steps = (*patch.steps, Breaks(6))
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        body: dict[str, Any] = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "hi"}],
+            "temperature": 0,
+        }
+        with pytest.raises(openai.APIError, match="the decode step failed"):
+            list(client.chat.completions.create(**body, stream=True))
+        patch.steps = (*patch.steps[:-1], Breaks(1))
+        with pytest.raises(openai.InternalServerError, match="the decode step failed"):
+            client.chat.completions.create(**body)
+    finally:
+        server.should_exit = True
+        thread.join()
