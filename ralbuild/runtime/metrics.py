@@ -6,7 +6,14 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ralbuild.contract.bundle import Bundle
@@ -27,6 +34,7 @@ class Metrics:
     """All series of one process, in a registry of their own."""
 
     def __init__(self, version: str) -> None:
+        disable_created_metrics()
         self.registry = registry = CollectorRegistry()
         self.build = Gauge("ralbuild_build_info", "1; the labels say what runs.", _BUILD, registry=registry)
         self.build.labels(version, "", "").set(1)
