@@ -9,7 +9,6 @@ files, and a path is followed link by link with the tree as its root (image-spec
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import shutil
@@ -72,9 +71,8 @@ class LayerStore:
         temporary.mkdir(parents=True)
         try:
             entries = _read_layer(image, layer, temporary)
-            (temporary / _ENTRIES).write_bytes(
-                canonical_json([dataclasses.astuple(item) for item in entries])
-            )
+            rows = [[item.kind, item.path, item.mode, item.target, item.number] for item in entries]
+            (temporary / _ENTRIES).write_bytes(canonical_json(rows))
             remove_tree(place)
             temporary.rename(place)
         finally:
