@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from base_sources import Quiet
 
-from ralbuild.errors import UsageError
+from ralbuild.errors import HostError, UsageError
 from ralbuild.image.base import build_base, ensure_base
+from ralbuild.image.base.build import ROOM
 from ralbuild.image.base.lockfile import Lock, LockedWheel
 from ralbuild.image.base.store import BaseStore
 from ralbuild.image.reader import read_base
@@ -91,6 +92,39 @@ def test_a_base_that_does_not_run_is_not_kept(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "the finished base does not run" in err
     assert finished(tmp_path) == []
+
+
+def test_a_full_disk_is_an_error_with_the_bytes_needed(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    code = (
+        "import base_small_build, base_sources, subprocess, os\n"
+        "base_sources.small_sources()\n"
+        f"subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64m', 'tmpfs', {str(tmp_path / 'cache')!r}], check=True)\n"
+        f"os.environ['XDG_CACHE_HOME'] = {str(tmp_path / 'cache')!r}\n"
+        "base_small_build.main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        sys.executable,
+        "-c",
+        code,
+        str(tmp_path),
+        "ensure",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert "HostError" in done.stderr
+    assert f"the disk is too full: {ROOM} bytes are needed" in done.stderr
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(HostError):
+        ensure_base("cpu", Quiet())
 
 
 def test_a_pointer_to_nothing_is_no_base(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from ralbuild.errors import HostError, ImageError
 from ralbuild.image import namespace
 from ralbuild.image.base.files import cache_dir, exclusive
 from ralbuild.image.base.report import Report
+from ralbuild.image.disk import check_room, host_errors
 from ralbuild.image.namespace import Job
 from ralbuild.image.oci import Descriptor
 from ralbuild.image.reader import open_image
@@ -53,23 +54,22 @@ def prepare_tree(layout: Path, report: Report, name: str = "") -> Path:
         HostError: when the cache cannot be written.
     """
     folder = cache_dir() / "run"
-    try:
-        with open_image(layout, name) as image, exclusive(folder / ".lock"):
+    with open_image(layout, name) as image:
+        store = LayerStore(folder / "layers")
+        missing = [layer for layer in image.layers if not store.has(layer)]
+        total = sum(layer.size for layer in missing)
+        with host_errors(folder, total), exclusive(folder / ".lock"):
             tree = folder / image.digest.removeprefix("sha256:")
             if tree.is_dir():
                 return tree
-            store = LayerStore(folder / "layers")
-            total = sum(layer.size for layer in image.layers)
+            check_room(folder, total)
             done = 0
-            for layer in image.layers:
+            for layer in missing:
                 report.progress(done, total, "B")
                 store.add(image, layer)
                 done += layer.size
-            report.progress(total, total, "B")
             _build_tree(store, image.layers, tree)
             return tree
-    except OSError as error:
-        raise HostError(f"cannot write: {error.strerror}", place=str(error.filename or folder)) from None
 
 
 def read_run_config(layout: Path, name: str = "") -> dict[str, Any]:

@@ -57,6 +57,10 @@ class LayerStore:
 
     folder: Path
 
+    def has(self, layer: Descriptor) -> bool:
+        """Tell whether a layer is here."""
+        return (self.place(layer) / _ENTRIES).is_file()
+
     def add(self, image: StoredImage, layer: Descriptor) -> bool:
         """Read a layer unless it is here; return False when it is.
 
@@ -64,7 +68,7 @@ class LayerStore:
             ImageError: when its bytes are not those that its digest names, or it is compressed with zstd.
         """
         place = self.place(layer)
-        if (place / _ENTRIES).is_file():
+        if self.has(layer):
             return False
         temporary = self.folder / f".{place.name}"
         remove_tree(temporary)

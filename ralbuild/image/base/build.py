@@ -20,9 +20,12 @@ from ralbuild.image.base.recipe import DEBIAN_PACKAGES, DROPPED_PACKAGES, MACHIN
 from ralbuild.image.base.report import Report
 from ralbuild.image.base.store import BaseStore, base_key
 from ralbuild.image.base.tree import Sources, facts_of, make_tree, prove
+from ralbuild.image.disk import check_room, host_errors
 from ralbuild.image.layout import write_layout
 
 TARGETS = ("cpu",)
+ROOM = 1_600_000_000
+"""Bytes that making a base takes for a while: its file tree, and the layers written from it."""
 
 
 def ensure_base(target: str, report: Report) -> Path:
@@ -68,12 +71,13 @@ def _store() -> BaseStore:
 
 
 def _build(target: str, lock: Lock, store: BaseStore, report: Report, *, refresh: bool) -> Path:
-    sources = _fetch(target, lock, report, refresh=refresh)
-    key = base_key(target, lock, sources.debian)
-    with exclusive(store.lock_file):
-        found = store.get(key) or _make(sources, key, store, report)
-        store.point(target, lock, key)
-    return found
+    with host_errors(cache_dir(), ROOM):
+        sources = _fetch(target, lock, report, refresh=refresh)
+        key = base_key(target, lock, sources.debian)
+        with exclusive(store.lock_file):
+            found = store.get(key) or _make(sources, key, store, report)
+            store.point(target, lock, key)
+        return found
 
 
 def _fetch(target: str, lock: Lock, report: Report, *, refresh: bool) -> Sources:
@@ -107,6 +111,7 @@ def _kept(packages: Iterable[DebianPackage]) -> tuple[DebianPackage, ...]:
 
 
 def _make(sources: Sources, key: str, store: BaseStore, report: Report) -> Path:
+    check_room(store.folder, ROOM)
     work = store.new_work_dir()
     try:
         tree, layout = work / "tree", work / "layout"
@@ -121,4 +126,4 @@ def _make(sources: Sources, key: str, store: BaseStore, report: Report) -> Path:
             proof.result()
         return store.put(key, layout)
     finally:
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)
