@@ -128,6 +128,12 @@ def test_a_user_kernel_is_refused_with_the_reason(image: Image) -> None:
     expect(image, 85, "mine", "user kernel")
 
 
+def test_a_sampler_whose_noise_would_differ_is_refused(image: Image) -> None:
+    kernel = Kernel("sample", "sample", "0" * 64, False, 4, {"BLOCK": 512, "CANDIDATES": 256}, (), ())
+    image.rewrite(kernels=(kernel,))
+    expect(image, 85, "blocks of 512 ids")
+
+
 @pytest.mark.parametrize(
     "name", ["RAL_PORT", "RAL_THREADS", "RAL_QUEUE", "RAL_KV_BYTES", "RAL_DRAIN_SECONDS"]
 )

@@ -34,7 +34,7 @@ class Metrics:
     """All series of one process, in a registry of their own."""
 
     def __init__(self, version: str) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         self.build = Gauge("ralbuild_build_info", "1; the labels say what runs.", _BUILD, registry=registry)
         self.build.labels(version, "", "").set(1)

@@ -17,7 +17,7 @@ from ralbuild.contract.manifest import ModelManifest
 from ralbuild.contract.transducer import Slot, Transducer, read_transducer
 from ralbuild.contract.vocab import TokenBytes, read_vocab
 from ralbuild.runtime.errors import BundleCorruptError, PatchUnsupportedError
-from ralbuild.runtime.sampler import Draw, Logits, Sampler, no_logits
+from ralbuild.runtime.sampler import GROUP, Draw, Logits, Sampler, no_logits
 
 IDLE = -1
 """Token of a slot that has not been given one."""
@@ -197,6 +197,11 @@ def _make_step(name: str, kernel: Kernel | None, manifest: ModelManifest, tables
             f"step {name!r} is a user kernel; it is machine code for GPUs and the CPU target has none",
             place="bundle.json: patch",
             hint="build with --target cuda, or remove the transformer",
+        )
+    if name == "sample" and kernel is not None and kernel.constants.get("BLOCK", GROUP) != GROUP:
+        message = f"step 'sample' was compiled for blocks of {kernel.constants['BLOCK']} ids, not {GROUP}"
+        raise PatchUnsupportedError(
+            message, place="bundle.json: kernels", hint="its noise would differ from ours"
         )
     if name == "sample":
         most = kernel.constants.get("CANDIDATES", CANDIDATES) if kernel is not None else CANDIDATES
