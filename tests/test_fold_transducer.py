@@ -9,8 +9,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_reference import compile_rule, matches, rewrite
+from rule_reference import matches, rewrite
 
+from ralbuild.config.regex import parse_regex
 from ralbuild.contract.codec import FormatError
 from ralbuild.contract.transducer import Transducer, TransducerTable, read_transducer
 from ralbuild.errors import CompileError
@@ -19,7 +20,7 @@ from ralbuild.fold.rules import HTML_ENTITIES, MARKUP, REDACTION, ProfileRules, 
 from ralbuild.fold.transducer import TransducerBuilder
 
 SEED = 20261130
-RULE_SETS = 1000
+RULE_SETS = 500
 PIECES = [b"a", b"b", b"A", b" ", b".", b"<", "é".encode(), "风".encode(), b"\xf0", b"\x9f"]
 
 
@@ -93,6 +94,52 @@ def test_random_rule_sets_agree_with_the_reference_whatever_the_chunks() -> None
     assert matched > cases // 4
 
 
+ATOMS = ["a", "b", "[ab]", "[^a]", "[0-2]", "\\d", "é", "风", "[à-ö]", ".", "-"]
+
+
+def random_regex(rng: random.Random) -> str:
+    parts = []
+    for _ in range(rng.randint(1, 3)):
+        atom = rng.choice(ATOMS)
+        if rng.random() < 0.3:
+            atom = f"(?:{atom}|{rng.choice(ATOMS)}{rng.choice(ATOMS)})"
+        low = rng.randint(0, 2)
+        parts.append(atom + rng.choice(["", "", "?", f"{{{low},{low + rng.randint(0, 2)}}}"]))
+    return "".join(parts)
+
+
+def test_random_regular_expressions_agree_with_re_whatever_the_chunks() -> None:
+    rng = random.Random(SEED)
+    pieces = [b"a", b"b", b"B", b"0", b"1", b"-", b" ", "é".encode(), "風".encode(), "风".encode(), b"\xe9"]
+    cases = matched = 0
+    for _ in range(60):
+        rules, regexes = [], {}
+        for number in range(rng.randint(1, 3)):
+            level, text = rng.choice([REDACTION, MARKUP]), random_regex(rng)
+            try:
+                pattern = parse_regex(text) if rng.random() < 0.8 else b"ab"
+            except ValueError:
+                pattern = b"b-"
+            regexes[number] = text
+            rules.append(
+                TextRule(number, level, pattern, rng.random() < 0.5, rng.random() < 0.4,
+                         replacement=b"[X]" if level == REDACTION else None, before=b"<b>", after=b"</b>")
+            )  # fmt: skip
+        profile = ProfileRules(tuple(rules))
+        machine, _ = build(profile)
+        for _ in range(25):
+            text = b"".join(rng.choice(pieces) for _ in range(rng.randint(0, 10)))
+            slot, out = machine.start(0), b""
+            for at in range(0, len(text), 2):
+                out += slot.feed(text[at : at + 2])
+            out += slot.finish()
+            assert (out, slot.events) == rewrite(profile, text, regexes), (text, regexes, profile)
+            cases += 1
+            matched += bool(slot.events)
+    print(f"seed {SEED}: {cases} cases with regular expressions, {matched} with a match, 0 mismatches")
+    assert matched > cases // 3
+
+
 @pytest.mark.parametrize(
     ("rules", "text", "expected"),
     [
@@ -142,14 +189,15 @@ def test_text_that_no_rule_can_touch_is_never_held() -> None:
 
 def decision(profile: ProfileRules, text: bytes, at: int) -> tuple[int, int, int] | None:
     """Return the match that covers byte ``at``, by the reference."""
-    compiled = [(compile_rule(rule), rule) for rule in profile.texts]
-    redactions = [pair for pair in compiled if pair[1].level == REDACTION]
-    fixed = [(begin, end, rule.id) for begin, end, rule in matches(redactions, text, 0, len(text))]
+    redactions = [rule for rule in profile.texts if rule.level == REDACTION]
+    fixed = [(begin, end, rule.id) for begin, end, rule in matches(redactions, {}, text, 0, len(text))]
     gaps = zip(
         [0, *(end for _, end, _ in fixed)], [*(begin for begin, _, _ in fixed), len(text)], strict=True
     )
-    markup = [pair for pair in compiled if pair[1].level == MARKUP]
-    found = fixed + [(b, e, rule.id) for low, high in gaps for b, e, rule in matches(markup, text, low, high)]
+    markup = [rule for rule in profile.texts if rule.level == MARKUP]
+    found = fixed + [
+        (b, e, rule.id) for low, high in gaps for b, e, rule in matches(markup, {}, text, low, high)
+    ]
     return next((item for item in found if item[0] <= at < item[1]), None)
 
 
@@ -157,8 +205,8 @@ def test_nothing_is_held_a_byte_longer_than_it_can_still_match() -> None:
     profile = ProfileRules((bold(0, "ab"), bold(1, "ab cab"), redact(2, "bb"), redact(3, "ac")))
     machine, _ = build(profile)
     alphabet, checked = b"abc ", 0
-    tails = [bytes(tail) for length in range(5) for tail in itertools.product(alphabet, repeat=length)]
-    for text in (bytes(t) for length in range(1, 6) for t in itertools.product(alphabet, repeat=length)):
+    tails = [bytes(tail) for length in range(4) for tail in itertools.product(alphabet, repeat=length)]
+    for text in (bytes(t) for length in range(1, 5) for t in itertools.product(alphabet, repeat=length)):
         slot = machine.start(0)
         slot.feed(text)
         if slot.pending:
@@ -166,7 +214,7 @@ def test_nothing_is_held_a_byte_longer_than_it_can_still_match() -> None:
             first = len(text) - len(slot.pending)
             decisions = {decision(profile, text + tail, first) for tail in tails}
             assert len(decisions) > 1, f"{text!r}: every continuation decides {bytes(slot.pending)!r} alike"
-    assert checked > 100
+    assert checked > 60
 
 
 def test_the_table_is_the_same_bytes_in_every_process_and_rule_order_only_matters_for_ties() -> None:

@@ -335,6 +335,15 @@ def test_an_ordinary_user_gets_a_namespace(
     assert {int(value, 16) for value in capabilities} == {0}
 
 
+def test_a_narrow_umask_does_not_lock_the_program_out(
+    layout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = run_as(("sh", "-euc", 'umask 077; exec "$@"', "-"), SCRIPT.format(layout=str(layout)))
+    assert found[2] == USER_ID
+    assert found[5] == 7
+
+
 def test_where_namespaces_are_forbidden_the_loader_is_used_and_the_reason_given(
     layout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

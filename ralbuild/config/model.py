@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from ralbuild.config.regex import parse_regex
 from ralbuild.pins import load_pins
 
 ARCHITECTURES = load_pins().cubin.archs
@@ -68,6 +69,14 @@ Architecture = Annotated[
 NotYet = Annotated[T | None, BeforeValidator(_refuse)]
 Literal_ = Annotated[str, AfterValidator(_literal)]
 OutputText = Annotated[str, AfterValidator(_output_text)]
+
+
+def _pattern(text: str) -> str:
+    parse_regex(text)
+    return text
+
+
+Pattern = Annotated[str, Field(max_length=1000), AfterValidator(_pattern)]
 Regex = Annotated[str, AfterValidator(_regex)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=64)]
 ServedName = Annotated[
@@ -106,7 +115,9 @@ class Redact(Model):
     """Replaces what it matches. Give exactly one of `text`, `pattern` and `kind`."""
 
     text: Literal_ | None = Field(default=None, description="Literal to replace.")
-    pattern: NotYet[str] = not_yet("Bounded regular expression to replace.")
+    pattern: Pattern | None = Field(
+        default=None, description="Regular expression to replace: bounded, the longest match is taken."
+    )
     kind: NotYet[str] = not_yet("Named kind: card, iban, email, phone, ip, us_ssn, api_key.")
     with_: OutputText = Field(default="[redacted]", alias="with", description="What is written instead.")
     case_sensitive: bool = Field(default=False, description="Match ASCII letters in their case only.")

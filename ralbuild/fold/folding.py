@@ -99,7 +99,7 @@ def _self_tests(rule_set: RuleSet, data: bytes, tokens: Sequence[bytes]) -> tupl
 
 def _sample_text(rules: ProfileRules) -> bytes:
     """Return text in which whole words, parts of words and a cut-off match all occur."""
-    literals = [rule.literal for rule in rules.texts[:SELF_TEST_RULES]]
+    literals = [rule.pattern for rule in rules.texts if isinstance(rule.pattern, bytes)][:SELF_TEST_RULES]
     parts = [b"A " + text + b", x" + text + b"y & " + text.upper() + b"." for text in literals]
     tail = literals[0][:-1] if literals else b""
     return b"Self-test: " + b" ".join(parts) + " é 風 <i> ".encode() + tail

@@ -6,8 +6,11 @@ rule tells apart are one class, which keeps the tables small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
+
+from ralbuild.config.regex import Chars, Choice, Node, Sequence
 
 WORD_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")
 """Bytes that make up a word for `whole_words`; bytes of other scripts are not among them."""
@@ -24,35 +27,132 @@ def fold_case(byte: int) -> tuple[int, ...]:
     return (byte,)
 
 
-@dataclass(frozen=True, slots=True)
-class Accept:
-    """A pattern ends here: rule number, and whether the next byte must not be a word byte."""
-
-    rule: int
-    needs_boundary: bool
-
-
 @dataclass(slots=True)
 class Nfa:
-    """States are numbers; an edge is (bytes, target); ``accepts`` marks pattern ends."""
+    """States are numbers; an edge is (bytes, target); each state belongs to one rule.
+
+    Attributes:
+        edges: per state.
+        jumps: per state, the states that are reached without reading.
+        rule: per state, the number of the rule it belongs to.
+        ends: states in which their rule has matched.
+    """
 
     edges: list[list[tuple[frozenset[int], int]]] = field(default_factory=list)
-    accepts: dict[int, Accept] = field(default_factory=dict)
+    jumps: list[list[int]] = field(default_factory=list)
+    rule: list[int] = field(default_factory=list)
+    ends: set[int] = field(default_factory=set)
 
-    def state(self) -> int:
-        """Add a state and return its number."""
+    def add(self, rule: int, pattern: bytes | Node, *, ignore_case: bool) -> int:
+        """Add a literal or a regular expression that the rule numbered ``rule`` matches; return its start."""
+        first = self._state(rule)
+        spell = _Spelling(self, rule, ignore_case)
+        last = spell.text(pattern, first) if isinstance(pattern, bytes) else spell.node(pattern, first)
+        self.ends.add(last)
+        return first
+
+    def without_word_start(self, first: int) -> int:
+        """Return a start like ``first`` whose matches cannot begin with a word byte."""
+        start = self._state(self.rule[first])
+        for state in self.closure({first}):
+            for mask, target in self.edges[state]:
+                if mask - WORD_BYTES:
+                    self.edges[start].append((mask - WORD_BYTES, target))
+        return start
+
+    def closure(self, states: Iterable[int]) -> frozenset[int]:
+        """Return ``states`` and all that is reached from them without reading."""
+        found = set(states)
+        todo = list(found)
+        while todo:
+            for target in self.jumps[todo.pop()]:
+                if target not in found:
+                    found.add(target)
+                    todo.append(target)
+        return frozenset(found)
+
+    def _state(self, rule: int) -> int:
         self.edges.append([])
+        self.jumps.append([])
+        self.rule.append(rule)
         return len(self.edges) - 1
 
-    def literal(self, text: bytes, *, ignore_case: bool, accept: Accept) -> int:
-        """Add a chain of states that spells ``text``; return its first state."""
-        first = here = self.state()
+
+class _Spelling:
+    """Writes the states of one rule's pattern; every method starts at a state and returns the last one."""
+
+    def __init__(self, nfa: Nfa, rule: int, ignore_case: bool) -> None:
+        self.nfa = nfa
+        self.rule = rule
+        self.ignore_case = ignore_case
+
+    def text(self, text: bytes, here: int) -> int:
         for byte in text:
-            target = self.state()
-            self.edges[here].append((frozenset(fold_case(byte) if ignore_case else (byte,)), target))
-            here = target
-        self.accepts[here] = accept
-        return first
+            here = self._edge(here, fold_case(byte) if self.ignore_case else (byte,), self._new())
+        return here
+
+    def node(self, node: Node, here: int) -> int:
+        if isinstance(node, Chars):
+            return self._chars(node, here)
+        if isinstance(node, Sequence):
+            for item in node.items:
+                here = self.node(item, here)
+            return here
+        if isinstance(node, Choice):
+            end = self._new()
+            for option in node.options:
+                self.nfa.jumps[self.node(option, here)].append(end)
+            return end
+        for _ in range(node.least):
+            here = self.node(node.item, here)
+        end = self._new()
+        for _ in range(node.most - node.least):
+            self.nfa.jumps[here].append(end)
+            here = self.node(node.item, here)
+        self.nfa.jumps[here].append(end)
+        return end
+
+    def _chars(self, node: Chars, here: int) -> int:
+        end = self._new()
+        for low, high in node.code_points(ignore_case=self.ignore_case):
+            for parts in utf8_ranges(low, high):
+                at = here
+                for first, last in parts[:-1]:
+                    at = self._edge(at, range(first, last + 1), self._new())
+                self._edge(at, range(parts[-1][0], parts[-1][1] + 1), end)
+        return end
+
+    def _new(self) -> int:
+        return self.nfa._state(self.rule)
+
+    def _edge(self, here: int, members: Iterable[int], target: int) -> int:
+        self.nfa.edges[here].append((frozenset(members), target))
+        return target
+
+
+def utf8_ranges(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Split a range of code points (no surrogates) into sequences of byte ranges, one a byte of UTF-8.
+
+    Method: Russ Cox, "Regular Expression Matching in the Wild" (2010).
+    """
+    for limit in (0x7F, 0x7FF, 0xFFFF):
+        if low <= limit < high:
+            yield from utf8_ranges(low, limit)
+            yield from utf8_ranges(limit + 1, high)
+            return
+    for bits in (6, 12, 18):
+        block = (1 << bits) - 1
+        if high <= 0x7F or (low | block) >= high:
+            continue
+        if low & block:
+            yield from utf8_ranges(low, low | block)
+            yield from utf8_ranges((low | block) + 1, high)
+            return
+        if high & block != block:
+            yield from utf8_ranges(low, (high & ~block) - 1)
+            yield from utf8_ranges(high & ~block, high)
+            return
+    yield tuple(zip(chr(low).encode(), chr(high).encode(), strict=True))
 
 
 def byte_classes(sets: Iterable[frozenset[int]]) -> list[int]:
@@ -69,13 +169,15 @@ def byte_classes(sets: Iterable[frozenset[int]]) -> list[int]:
 class Dfa:
     """Subset construction over an `Nfa`; nodes are made when they are first reached.
 
-    A node knows the best rule that ends in it, with and without a needed word boundary. "Best" is
-    the lowest (level, rule number): ``levels[rule]`` 0 is redaction, which wins over markup.
+    A node knows the best rule that ends in it: one that needs no word boundary (``accept``) and one that
+    does (``accept_at_boundary``). "Best" is the lowest (level, rule number): level 0 is redaction, which
+    wins over markup.
     """
 
-    def __init__(self, nfa: Nfa, levels: Sequence[int]) -> None:
+    def __init__(self, nfa: Nfa, levels: Sequence_[int], whole_word: Sequence_[bool]) -> None:
         self.nfa = nfa
         self.levels = levels
+        self.whole_word = whole_word
         self.cls = byte_classes([mask for edges in nfa.edges for mask, _ in edges] + [WORD_BYTES])
         self.classes = max(self.cls) + 1
         self.class_is_word = [False] * self.classes
@@ -89,44 +191,29 @@ class Dfa:
         self.accept: list[int | None] = []
         self.accept_at_boundary: list[int | None] = []
         self.holds_redaction: list[bool] = []
-        self._rule_level = self._levels_by_state()
 
-    def _levels_by_state(self) -> list[int]:
-        """Return the level of the rule that each state belongs to (a chain ends in its accept)."""
-        level = [0] * len(self.nfa.edges)
-        for state in range(len(level) - 1, -1, -1):
-            if state in self.nfa.accepts:
-                level[state] = self.levels[self.nfa.accepts[state].rule]
-            else:
-                level[state] = max((level[target] for _, target in self.nfa.edges[state]), default=0)
-        return level
-
-    def node(self, states: frozenset[int]) -> int:
+    def node(self, states: Iterable[int]) -> int:
         """Return the node for a set of NFA states; `DEAD` for the empty set."""
-        if not states:
+        closed = self.nfa.closure(states)
+        if not closed:
             return DEAD
-        number = self._numbers.get(states)
+        number = self._numbers.get(closed)
         if number is None:
-            number = self._numbers[states] = len(self._members)
-            self._members.append(states)
+            number = self._numbers[closed] = len(self._members)
+            self._members.append(closed)
             self._next.append(None)
-            self.accept.append(self._best(states, at_boundary=False))
-            self.accept_at_boundary.append(self._best(states, at_boundary=True))
-            self.holds_redaction.append(
-                any(self._rule_level[state] == 0 and self._can_grow(state) for state in states)
-            )
+            ended = [self.nfa.rule[state] for state in closed & self.nfa.ends]
+            self.accept.append(self._best(rule for rule in ended if not self.whole_word[rule]))
+            self.accept_at_boundary.append(self._best(rule for rule in ended if self.whole_word[rule]))
+            self.holds_redaction.append(any(self._is_open_redaction(state) for state in closed))
         return number
 
-    def _can_grow(self, state: int) -> bool:
-        accept = self.nfa.accepts.get(state)
-        return bool(self.nfa.edges[state]) or (accept is not None and accept.needs_boundary)
+    def _is_open_redaction(self, state: int) -> bool:
+        rule = self.nfa.rule[state]
+        ends_later = state in self.nfa.ends and self.whole_word[rule]
+        return self.levels[rule] == 0 and (bool(self.nfa.edges[state]) or ends_later)
 
-    def _best(self, states: frozenset[int], *, at_boundary: bool) -> int | None:
-        rules = [
-            self.nfa.accepts[state].rule
-            for state in states
-            if state in self.nfa.accepts and self.nfa.accepts[state].needs_boundary is at_boundary
-        ]
+    def _best(self, rules: Iterable[int]) -> int | None:
         return min(rules, key=lambda rule: (self.levels[rule], rule), default=None)
 
     def moves(self, node: int) -> dict[int, int]:
@@ -138,7 +225,7 @@ class Dfa:
                 for mask, target in self.nfa.edges[state]:
                     for number in self._mask_classes(mask):
                         targets.setdefault(number, set()).add(target)
-            found = {number: self.node(frozenset(states)) for number, states in sorted(targets.items())}
+            found = {number: self.node(states) for number, states in sorted(targets.items())}
             self._next[node] = found
         return found
 
@@ -148,9 +235,11 @@ class Dfa:
             found = self._classes_of[mask] = tuple(sorted({self.cls[byte] for byte in mask}))
         return found
 
-    def grows(self, node: int) -> bool:
-        """Tell whether reading on from ``node`` can still lead to a match."""
-        return node != DEAD and (bool(self.moves(node)) or self.accept_at_boundary[node] is not None)
+    def grows(self, node: int, *, after_word: bool) -> bool:
+        """Tell whether what follows can still make a match: more bytes, or a word boundary."""
+        if node == DEAD:
+            return False
+        return bool(self.moves(node)) or (after_word and self.accept_at_boundary[node] is not None)
 
     def redaction_only(self, node: int) -> int:
         """Return the node with the states of redaction rules alone."""
@@ -158,6 +247,6 @@ class Dfa:
             return DEAD
         found = self._restricted.get(node)
         if found is None:
-            keep = frozenset(state for state in self._members[node] if self._rule_level[state] == 0)
+            keep = [state for state in self._members[node] if self.levels[self.nfa.rule[state]] == 0]
             found = self._restricted[node] = self.node(keep)
         return found

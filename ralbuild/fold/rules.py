@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ralbuild.config.load import LoadedConfig
-from ralbuild.config.model import BUILT_IN_ACTIONS, Action
+from ralbuild.config.model import Action
+from ralbuild.config.regex import Node, parse_regex
 from ralbuild.contract.bundle import Profile, Route, Rule, Sampling
 from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT
 
@@ -19,24 +20,30 @@ Op = tuple[int, int | bytes]
 
 @dataclass(frozen=True, slots=True)
 class TextRule:
-    """A literal in a text and what becomes of it.
+    """A pattern in a text and what becomes of it.
 
     Attributes:
         id: index into the bundle's rules; several literals may share one (escape).
         level: REDACTION wins over MARKUP wherever the two overlap.
+        pattern: a literal, or a regular expression.
         replacement: what is written instead; None copies the match between ``before`` and ``after``.
         escaped: the copied match itself is written with HTML entities.
     """
 
     id: int
     level: int
-    literal: bytes
+    pattern: bytes | Node
     ignore_case: bool
     whole_word: bool
     replacement: bytes | None = None
     before: bytes = b""
     after: bytes = b""
     escaped: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The pattern, for messages."""
+        return self.pattern.decode(errors="replace") if isinstance(self.pattern, bytes) else f"rule {self.id}"
 
     def operations(self, length: int) -> tuple[Op, ...]:
         """Return what to do with a match of ``length`` pending bytes."""
@@ -47,10 +54,11 @@ class TextRule:
 
     def _copied(self, length: int) -> list[Op]:
         entities = dict(HTML_ENTITIES)
-        if not self.escaped or not any(bytes([byte]) in entities for byte in self.literal):
+        literal = self.pattern if isinstance(self.pattern, bytes) else b""
+        if not self.escaped or not any(bytes([byte]) in entities for byte in literal):
             return [(COPY, length)]
         out: list[Op] = []
-        for byte in self.literal:
+        for byte in literal:
             entity = entities.get(bytes([byte]))
             out += [(COPY, 1)] if entity is None else [(EMIT, entity), (DROP, 1)]
         return out
@@ -120,13 +128,13 @@ class _Collector:
         at = ("actions", name)
         texts = []
         for index, item in enumerate(action.redact):
-            assert item.text is not None  # the only matcher that this version accepts
-            rule_id = self.add("redact", item.text, name, self.loaded.place(*at, "redact", index))
+            shown = item.text if item.text is not None else f"/{item.pattern}/"
+            rule_id = self.add("redact", shown, name, self.loaded.place(*at, "redact", index))
             texts.append(
                 TextRule(
                     rule_id,
                     REDACTION,
-                    item.text.encode(),
+                    item.text.encode() if item.text is not None else parse_regex(item.pattern or ""),
                     ignore_case=not item.case_sensitive,
                     whole_word=item.whole_words,
                     replacement=item.with_.encode(),
@@ -195,8 +203,3 @@ def _routes(loaded: LoadedConfig, names: list[str]) -> tuple[Route, ...]:
     return tuple(
         Route(rule.match, rule.action, rule.priority, names.index(rule.action)) for _, rule in ordered
     )
-
-
-def is_built_in(loaded: LoadedConfig, action: str) -> bool:
-    """Tell whether ``action`` is ralbuild's own and not written in the config."""
-    return action in BUILT_IN_ACTIONS and action not in loaded.config.actions

@@ -13,6 +13,7 @@ the classes on which the first start lives on are computed afresh.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,15 +24,17 @@ from ralbuild.contract.transducer import (
     EVENT,
     PROGRAM_LIMIT,
     STATE_BITS,
-    STATE_MASK,
     write_transducer,
 )
 from ralbuild.errors import CompileError
-from ralbuild.fold.patterns import DEAD, WORD_BYTES, Accept, Dfa, Nfa
+from ralbuild.fold.patterns import DEAD, Dfa, Nfa
 from ralbuild.fold.rules import REDACTION, Op, ProfileRules, TextRule
 
 TABLE_BUDGET = 32 << 20
 """Bytes of the transition array; an A100's second-level cache holds it."""
+
+STATE_BUDGET = 1 << 17
+"""States that a build may make: a pattern that needs more takes too long to build and to fit a cache."""
 
 Match = tuple[int, int]
 """Length in bytes, index of the text rule."""
@@ -59,12 +62,6 @@ class TransducerSize:
     max_held: int
 
 
-def _add_rule(nfa: Nfa, rule: TextRule, number: int) -> int:
-    """Add a rule's literal to the automaton and return its first state."""
-    needs_boundary = rule.whole_word and rule.literal[-1] in WORD_BYTES
-    return nfa.literal(rule.literal, ignore_case=rule.ignore_case, accept=Accept(number, needs_boundary))
-
-
 class TransducerBuilder:
     """Builds one table for all profiles; each profile is a start state."""
 
@@ -74,13 +71,22 @@ class TransducerBuilder:
         every = dict.fromkeys(rule for profile in profiles for rule in profile.texts)
         self.rules: list[TextRule] = sorted(every, key=lambda rule: rule.id)
         nfa = Nfa()
-        first_of = {rule: _add_rule(nfa, rule, number) for number, rule in enumerate(self.rules)}
-        rule_of = {first: rule for rule, first in first_of.items()}
-        self.dfa = Dfa(nfa, [rule.level for rule in self.rules])
-        starts = [[first_of[rule] for rule in profile.texts] for profile in profiles]
+        first_of = {
+            rule: nfa.add(number, rule.pattern, ignore_case=rule.ignore_case)
+            for number, rule in enumerate(self.rules)
+        }
+        # After a word byte a whole word can only start with another byte.
+        inside_of = {
+            rule: nfa.without_word_start(first) if rule.whole_word else first
+            for rule, first in first_of.items()
+        }
+        self.dfa = Dfa(nfa, [rule.level for rule in self.rules], [rule.whole_word for rule in self.rules])
         self.fresh = [
-            {after_word: self._fresh(states, rule_of, after_word=after_word) for after_word in (False, True)}
-            for states in starts
+            {
+                False: self.dfa.node(first_of[rule] for rule in profile.texts),
+                True: self.dfa.node(inside_of[rule] for rule in profile.texts),
+            }
+            for profile in profiles
         ]
         self.programs: list[tuple[Op, ...]] = []
         self._program_ids: dict[tuple[Op, ...], int] = {}
@@ -88,16 +94,6 @@ class TransducerBuilder:
         self._states: list[State] = []
         self._state_ids: dict[State, int] = {}
         self._rows: dict[int, list[tuple[int, int]]] = {}
-
-    def _fresh(self, states: list[int], rule_of: dict[int, TextRule], *, after_word: bool) -> int:
-        """Return the node in which a match starts; a whole word cannot start after a word byte."""
-        return self.dfa.node(
-            frozenset(
-                first
-                for first in states
-                if not (after_word and rule_of[first].whole_word and rule_of[first].literal[0] in WORD_BYTES)
-            )
-        )
 
     # Programs
 
@@ -133,32 +129,38 @@ class TransducerBuilder:
         if number is None:
             number = self._state_ids[state] = len(self._states)
             self._states.append(state)
+            self._check_budget(len(self._states))
         return number
 
     def _read(self, state: State, klass: int) -> tuple[int, list[Op]]:
         """Read one byte of class ``klass``: every start moves, a new one begins, the first is settled."""
-        dfa = self.dfa
-        boundary = not dfa.class_is_word[klass]
+        boundary = not self.dfa.class_is_word[klass]
         count = len(state.starts)
-        moved: list[Start] = []
-        for index, (node, found) in enumerate(state.starts):
-            moved.append(self._move(node, found, count - index, klass, boundary=boundary))
-        moved.append(self._move(self.fresh[state.profile][state.after_word], (), 0, klass, boundary=False))
+        ends = boundary and state.after_word
+        moved = [
+            self._move(node, found, count - index, klass, ends=ends)
+            for index, (node, found) in enumerate(state.starts)
+        ]
+        moved.append(self._move(self.fresh[state.profile][state.after_word], (), 0, klass, ends=False))
         starts, ops = self._settle(moved)
         return self._state(state.profile, not boundary, starts), ops
 
-    def _move(self, node: int, found: tuple[Match, ...], length: int, klass: int, *, boundary: bool) -> Start:
+    def _move(self, node: int, found: tuple[Match, ...], length: int, klass: int, *, ends: bool) -> Start:
+        """Move one start by one byte; ``ends`` says that a word ends before it."""
         if node == DEAD:
             return DEAD, found
-        rule = self.dfa.accept_at_boundary[node] if boundary else None
-        if rule is not None:
+        dfa = self.dfa
+        if ends and (rule := dfa.accept_at_boundary[node]) is not None:
             found = self._found(found, (length, rule))
-        node = self.dfa.moves(node).get(klass, DEAD)
-        if node != DEAD and (rule := self.dfa.accept[node]) is not None:
-            found = self._found(found, (length + 1, rule))
+        node = dfa.moves(node).get(klass, DEAD)
+        word = dfa.class_is_word[klass]
+        if node != DEAD:
+            for rule in (dfa.accept[node], None if word else dfa.accept_at_boundary[node]):
+                if rule is not None:
+                    found = self._found(found, (length + 1, rule))
         if found and self._redacts(found):
-            node = self.dfa.redaction_only(node)
-        return (node if self.dfa.grows(node) else DEAD), found
+            node = dfa.redaction_only(node)
+        return (node if dfa.grows(node, after_word=word) else DEAD), found
 
     def _found(self, found: tuple[Match, ...], match: Match) -> tuple[Match, ...]:
         """Add a match of one start. A redaction displaces markup; of one length, the lower rule wins."""
@@ -238,15 +240,17 @@ class TransducerBuilder:
         if known is not None:
             return known
         state = self._states[number]
-        if state.starts and not state.starts[0][1] and self._dies_silently(state.starts[0][0]):
+        if state.starts and not state.starts[0][1] and self._dies_silently(state):
             row = self._row_from_failure(state)
         else:
             row = [self._entry(state, klass) for klass in range(self.dfa.classes)]
         self._rows[number] = row
         return row
 
-    def _dies_silently(self, node: int) -> bool:
-        return node != DEAD and self.dfa.accept_at_boundary[node] is None
+    def _dies_silently(self, state: State) -> bool:
+        """Tell whether the first start, where it cannot go on, leaves no match behind."""
+        node = state.starts[0][0]
+        return node != DEAD and not (state.after_word and self.dfa.accept_at_boundary[node] is not None)
 
     def _row_from_failure(self, state: State) -> list[tuple[int, int]]:
         rest, ops = self._settle(list(state.starts[1:]))
@@ -266,7 +270,7 @@ class TransducerBuilder:
         count = len(state.starts)
         ended: list[Start] = []
         for index, (node, found) in enumerate(state.starts):
-            rule = self.dfa.accept_at_boundary[node] if node != DEAD else None
+            rule = self.dfa.accept_at_boundary[node] if node != DEAD and state.after_word else None
             ended.append((DEAD, found if rule is None else self._found(found, (count - index, rule))))
         _, ops = self._settle(ended)
         profile = self.profiles[state.profile]
@@ -297,22 +301,21 @@ class TransducerBuilder:
         rows: list[list[tuple[int, int]]] = []
         while len(rows) < len(order):
             rows.append([(place(target), program) for target, program in self.row(order[len(rows)])])
-            self._check_budget(len(order))
         states = [self._states[number] for number in order]
         finals = [self.final(state) for state in states]
         return self._write(rows, finals, starts, max(len(s.starts) for s in states), rule_count)
 
     def _check_budget(self, states: int) -> None:
         size = states * self.dfa.classes * 4
-        if size <= TABLE_BUDGET and states <= STATE_MASK and len(self.programs) < PROGRAM_LIMIT:
+        if size <= TABLE_BUDGET and states <= STATE_BUDGET and len(self.programs) < PROGRAM_LIMIT:
             return
-        heavy = sorted(self.rules, key=lambda rule: -len(rule.literal))[:3]
-        names = ", ".join(repr(rule.literal.decode(errors="replace")[:40]) for rule in heavy)
+        heavy = Counter(self.dfa.nfa.rule).most_common(3)
+        names = ", ".join(repr(self.rules[number].shown[:40]) for number, _ in heavy)
         raise CompileError(
-            f"the rules need more than {TABLE_BUDGET >> 20} MiB of tables "
-            f"({states} states, {self.dfa.classes} byte classes, {len(self.programs)} programs)",
+            f"the rules need too large a table: {states} states of {STATE_BUDGET}, "
+            f"{size >> 20} MiB of {TABLE_BUDGET >> 20}, {len(self.programs)} programs of {PROGRAM_LIMIT}",
             place="fold",
-            hint=f"shorten or drop rules; the longest are {names}",
+            hint=f"shorten or drop rules; the heaviest are {names}",
         )
 
     def _write(
