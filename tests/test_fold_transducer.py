@@ -137,7 +137,7 @@ def test_random_regular_expressions_agree_with_re_whatever_the_chunks() -> None:
             cases += 1
             matched += bool(slot.events)
     print(f"seed {SEED}: {cases} cases with regular expressions, {matched} with a match, 0 mismatches")
-    assert matched > cases // 3
+    assert matched > cases // 5
 
 
 @pytest.mark.parametrize(
