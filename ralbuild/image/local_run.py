@@ -30,7 +30,7 @@ from ralbuild.image.namespace import Job
 from ralbuild.image.oci import Descriptor
 from ralbuild.image.reader import open_image
 from ralbuild.image.treepython import inside, python_command, python_home
-from ralbuild.image.unpack import LayerStore, make_tree, remove_tree
+from ralbuild.image.unpack import LayerStore, make_folder, make_tree, remove_tree
 
 Mode = Literal["auto", "namespace", "direct"]
 
@@ -149,11 +149,12 @@ def run_image(
 def _build_tree(store: LayerStore, layers: tuple[Descriptor, ...], tree: Path) -> None:
     temporary = tree.with_name(f".{tree.name}")
     remove_tree(temporary)
-    temporary.mkdir()
+    make_folder(temporary)
     try:
         make_tree(store, layers, temporary)
-        for name in _MOUNT_POINTS:
-            inside(temporary, name).mkdir(exist_ok=True)
+        for place in (inside(temporary, name) for name in _MOUNT_POINTS):
+            if not place.is_dir():
+                make_folder(place)
         temporary.rename(tree)
     finally:
         remove_tree(temporary)

@@ -137,7 +137,7 @@ class _Tree:
         if entry.kind == "dir":
             if place.is_symlink() or not place.is_dir():
                 self._replace(place)
-                place.mkdir()
+                make_folder(place)
             place.chmod(entry.mode | 0o700)
             return
         self._replace(place)
@@ -174,7 +174,13 @@ def _make_folders(folder: Path, root: Path) -> None:
         return
     _make_folders(folder.parent, root)
     remove_tree(folder)
-    folder.mkdir()
+    make_folder(folder)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that every user can enter, whatever the umask: the program may run as another one."""
+    path.mkdir()
+    path.chmod(0o755)
 
 
 def remove_tree(path: Path) -> None:
