@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ralbuild.contract.places import APP_DIR, PACKAGES_DIR
 
-RECIPE = "1"
+RECIPE = "2"
 """Part of the base's key and of its labels."""
 CONTRACT = "1"
 """`io.ralbuild.base.contract`: what an image may expect of any base, however it was made (docs/base.md)."""
