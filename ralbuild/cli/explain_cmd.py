@@ -22,7 +22,8 @@ def run(options: argparse.Namespace) -> int:
     from ralbuild.contract.codec import to_plain
     from ralbuild.fold.rules import collect_rules
 
-    rule_set = collect_rules(load_config(options.config))
+    loaded = load_config(options.config)
+    rule_set = collect_rules(loaded)
     matched = [route for route in rule_set.routes if re.fullmatch(route.match, options.route)]
     profile = rule_set.profiles[matched[0].profile if matched else 0]
     rules = [rule_set.rules[number] for number in profile.rules]
@@ -32,11 +33,21 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if matched:
         taken = matched[0]
-        print(f"route {options.route!r} matches {taken.match!r} (priority {taken.priority}): {taken.action}")
+        print(f"route {options.route} matches {taken.match} (priority {taken.priority}): {taken.action}")
         for other in matched[1:]:
-            print(f"  also matches {other.match!r} (priority {other.priority}), which comes later")
+            print(f"  also matches {other.match} (priority {other.priority}), which comes later")
     else:
-        print(f"route {options.route!r} matches no rule: the default applies")
+        print(f"route {options.route or '(none)'} matches no rule: the default applies")
+    for name in ("temperature", "top_p"):
+        value = getattr(profile.sampling, name)
+        if value is not None:
+            print(f"  sampling {name} is {value:g}, whatever the request says")
     for rule in sorted(rules, key=lambda rule: rule.kind != "redact"):
-        print(f"  {rule.kind:<8} {rule.text!r:<40} {rule.source}, {rule.place}")
+        print(f"  {rule.kind:<8} {json.dumps(rule.text, ensure_ascii=False):<40} {rule.source}, {rule.place}")
+    for number in rule_set.profiles[rule_set.input_profile].rules:
+        rule = rule_set.rules[number]
+        print(f"  input    {json.dumps(rule.text, ensure_ascii=False):<40} {rule.source}, {rule.place}")
+    for _, name, settings in loaded.filters:
+        if settings.max_length is not None:
+            print(f"  input    at most {settings.max_length} characters without a space  {name}")
     return 0

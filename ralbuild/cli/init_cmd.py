@@ -34,26 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write a commented config and its schema; never overwrite a file."""
     import json
+    import tempfile
 
     from ralbuild.config.load import load_config
     from ralbuild.config.schema import config_schema
 
     config = options.folder / "ral-config.yaml"
-    schema = options.folder / "ral-config.schema.json"
     if config.exists():
         raise UsageError("is already there", place=str(config), hint="edit it, or name another folder")
+    text = STARTER.format(model=options.model_name)
+    with tempfile.TemporaryDirectory() as folder:  # a bad name is refused before anything is written
+        trial = Path(folder) / config.name
+        trial.write_text(text, "utf-8")
+        load_config(trial)
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
-        config.write_text(STARTER.format(model=options.model_name), "utf-8")
-        schema.write_text(json.dumps(config_schema(), indent=2, sort_keys=True) + "\n", "utf-8")
+        config.write_text(text, "utf-8")
+        schema = json.dumps(config_schema(), indent=2, sort_keys=True) + "\n"
+        (options.folder / "ral-config.schema.json").write_text(schema, "utf-8")
     except OSError as error:
         raise HostError(f"cannot be written: {error.strerror}", place=str(config)) from None
-    try:
-        load_config(config)
-    except Exception:
-        config.unlink()
-        schema.unlink()
-        raise
     print(config)
     print(f"next: ralbuild image --model DIR --config {config}", file=sys.stderr)
     return 0

@@ -120,7 +120,11 @@ class _Parts:
         actions = _dig(raw, "actions")
         return cls(
             {str(name): Action() for name in actions} if isinstance(actions, dict) else {},
-            _sound_items(RouteRule, _dig(raw, "routing", "rules")),
+            [
+                (index, RouteRule.model_construct(action=item["action"]))
+                for index, item in _mappings(_dig(raw, "routing", "rules"))
+                if isinstance(item.get("action"), str)
+            ],
             _sound_items(TokenFilter, _dig(raw, "preprocessing", "token_filters")),
             _sound_items(OutputTransformer, _dig(raw, "postprocessing", "output_transformers")),
         )
@@ -132,9 +136,14 @@ def _dig(value: Any, *path: str) -> Any:
     return value
 
 
+def _mappings(raw: Any) -> list[tuple[int, dict[str, Any]]]:
+    items = enumerate(raw) if isinstance(raw, list) else ()
+    return [(index, item) for index, item in items if isinstance(item, dict)]
+
+
 def _sound_items(kind: type[M], raw: Any) -> list[tuple[int, M]]:
     out = []
-    for index, item in enumerate(raw if isinstance(raw, list) else []):
+    for index, item in _mappings(raw):
         with contextlib.suppress(ValidationError):  # reported when the whole config was checked
             out.append((index, kind.model_validate(item)))
     return out

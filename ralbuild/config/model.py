@@ -6,12 +6,11 @@ descriptions here become the JSON Schema and docs/config.md.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ralbuild.config.regex import parse_regex
+from ralbuild.config.regex import check_route, parse_regex
 from ralbuild.pins import load_pins
 
 ARCHITECTURES = load_pins().cubin.archs
@@ -29,7 +28,7 @@ def _refuse(value: Any) -> Any:
 
 def not_yet(description: str) -> Any:
     """Declare an optional key that parses and is refused, for it has no effect yet."""
-    return Field(default=None, description=description, json_schema_extra={NOT_YET: True})
+    return Field(default=None, description=description, json_schema_extra={NOT_YET: True, "not": {}})
 
 
 def _literal(text: str) -> str:
@@ -48,11 +47,8 @@ def _output_text(text: str) -> str:
     return text
 
 
-def _regex(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"not a regular expression: {error}") from None
+def _route(text: str) -> str:
+    check_route(text)
     return text
 
 
@@ -67,7 +63,9 @@ Architecture = Annotated[
     str, AfterValidator(_architecture), Field(json_schema_extra={"enum": list(ARCHITECTURES)})
 ]
 NotYet = Annotated[T | None, BeforeValidator(_refuse)]
-Literal_ = Annotated[str, AfterValidator(_literal)]
+Literal_ = Annotated[
+    str, Field(json_schema_extra={"pattern": r"\S", "minLength": 1}), AfterValidator(_literal)
+]
 OutputText = Annotated[str, AfterValidator(_output_text)]
 
 
@@ -77,7 +75,7 @@ def _pattern(text: str) -> str:
 
 
 Pattern = Annotated[str, Field(max_length=1000), AfterValidator(_pattern)]
-Regex = Annotated[str, AfterValidator(_regex)]
+RoutePattern = Annotated[str, Field(max_length=1000), AfterValidator(_route)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=64)]
 ServedName = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=128)
@@ -93,7 +91,7 @@ class Model(BaseModel):
 class RouteRule(Model):
     """Sends requests whose route matches to an action."""
 
-    match: Regex = Field(description="Regular expression that must match the whole route name.")
+    match: RoutePattern = Field(description="Regular expression that must match the whole route name.")
     action: Identifier = Field(description="Name of a built-in action or of one under `actions`.")
     priority: int = Field(
         default=100,
@@ -113,6 +111,10 @@ class Routing(Model):
 
 class Redact(Model):
     """Replaces what it matches. Give exactly one of `text`, `pattern` and `kind`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["text"]}, {"required": ["pattern"]}]}
+    )
 
     text: Literal_ | None = Field(default=None, description="Literal to replace.")
     pattern: Pattern | None = Field(

@@ -89,6 +89,40 @@ def parse_regex(text: str) -> Node:
     return node
 
 
+def check_route(text: str) -> None:
+    """Check the regular expression of a route: valid, and of no more than polynomial cost.
+
+    A client sends the text that it is matched against, so a repeat inside a repeat, which can take
+    exponential time to fail, is refused.
+
+    Raises:
+        ValueError: saying what is wrong.
+    """
+    try:
+        re.compile(text)
+        parsed = _parser.parse(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    if _nests_repeats(parsed, inside=False):
+        raise ValueError("a repeat inside a repeat can take exponential time; write it without nesting")
+
+
+def _nests_repeats(parsed: Any, *, inside: bool) -> bool:
+    for op, argument in parsed:
+        if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            least, most, item = argument
+            varies = least != most
+            if (inside and varies) or _nests_repeats(item, inside=inside or (varies and most > 1)):
+                return True
+        elif op is sre.BRANCH:
+            if inside or any(_nests_repeats(option, inside=inside) for option in argument[1]):
+                return True
+        elif op in (sre.SUBPATTERN, sre.ASSERT, sre.ASSERT_NOT):
+            if _nests_repeats(argument[3 if op is sre.SUBPATTERN else 1], inside=inside):
+                return True
+    return False
+
+
 _HUGE = 1 << 40
 
 

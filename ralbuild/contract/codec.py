@@ -81,9 +81,11 @@ class _StrictHooks:
     def pairs(self, items: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(items)
         if len(out) != len(items):
-            names = [key for key, _ in items]
-            key = next(name for name in names if names.count(name) > 1)
-            raise FormatError(self.where, f"duplicate key {key!r}")
+            seen: set[str] = set()
+            for key, _ in items:
+                if key in seen:
+                    raise FormatError(self.where, f"duplicate key {key[:80]!r}")
+                seen.add(key)
         return out
 
     def constant(self, name: str) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ralbuild.config.load import LoadedConfig
 from ralbuild.config.model import Action
@@ -124,7 +123,8 @@ class _Collector:
                 ]
         return out
 
-    def action(self, name: str, action: Action) -> tuple[list[TextRule], ProfileRules]:
+    def action(self, name: str, action: Action) -> ProfileRules:
+        """Return the action's own rules; its bans are among the rule ids but not among the texts."""
         at = ("actions", name)
         texts = []
         for index, item in enumerate(action.redact):
@@ -148,7 +148,7 @@ class _Collector:
         if action.append:
             append = action.append.encode()
             append_id = self.add("append", action.append, name, self.loaded.place(*at, "append"))
-        return texts, ProfileRules((), append, append_id, tuple(bans))
+        return ProfileRules(tuple(texts), append, append_id, tuple(bans))
 
     def filters(self) -> list[TextRule]:
         out = []
@@ -172,34 +172,27 @@ class _Collector:
 def collect_rules(loaded: LoadedConfig) -> RuleSet:
     """Return the rules of a config; profile 0 is the default, the last one is the input's."""
     collector = _Collector(loaded)
-    shared = collector.enhancers()
-    names = ["default"]
-    sets = [ProfileRules(tuple(shared))]
-    sampling = [Sampling(None, None)]
+    shared = tuple(collector.enhancers())
+    shared_ids = range(len(collector.rules))
+    none = Sampling(None, None)
+    profiles = [Profile("default", tuple(shared_ids), none)]
+    sets = [ProfileRules(shared)]
+    index_of: dict[str, int] = {}
     for name in sorted(loaded.actions):
         action = loaded.actions[name]
-        texts, rest = collector.action(name, action)
-        sets.append(ProfileRules((*texts, *shared), rest.append, rest.append_id, rest.bans))
-        sampling.append(Sampling(action.sampling.temperature, action.sampling.top_p))
-        names.append(name)
-    names.append("input")
+        first = len(collector.rules)
+        own = collector.action(name, action)
+        ids = (*range(first, len(collector.rules)), *shared_ids)
+        index_of[name] = len(profiles)
+        profiles.append(Profile(name, ids, Sampling(action.sampling.temperature, action.sampling.top_p)))
+        sets.append(replace(own, texts=(*own.texts, *shared)))
+    first = len(collector.rules)
     sets.append(ProfileRules(tuple(collector.filters())))
-    sampling.append(Sampling(None, None))
-    profiles = tuple(
-        Profile(name, _rule_ids(name, rules, collector.rules), values)
-        for name, rules, values in zip(names, sets, sampling, strict=True)
-    )
-    return RuleSet(tuple(collector.rules), profiles, tuple(sets), _routes(loaded, names), len(profiles) - 1)
+    profiles.append(Profile("input", tuple(range(first, len(collector.rules))), none))
+    routes = _routes(loaded, index_of)
+    return RuleSet(tuple(collector.rules), tuple(profiles), tuple(sets), routes, len(profiles) - 1)
 
 
-def _rule_ids(profile: str, rules: ProfileRules, known: Sequence[Rule]) -> tuple[int, ...]:
-    ids = {rule.id for rule in rules.texts}
-    ids |= {number for number, rule in enumerate(known) if rule.source == profile}
-    return tuple(sorted(ids))
-
-
-def _routes(loaded: LoadedConfig, names: list[str]) -> tuple[Route, ...]:
+def _routes(loaded: LoadedConfig, index_of: dict[str, int]) -> tuple[Route, ...]:
     ordered = sorted(enumerate(loaded.config.routing.rules), key=lambda item: (item[1].priority, item[0]))
-    return tuple(
-        Route(rule.match, rule.action, rule.priority, names.index(rule.action)) for _, rule in ordered
-    )
+    return tuple(Route(rule.match, rule.action, rule.priority, index_of[rule.action]) for _, rule in ordered)

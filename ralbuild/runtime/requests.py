@@ -133,7 +133,7 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         plain = parse_json(body, "")
     except FormatError as error:
-        raise ApiError(400, "invalid_json", f"the body is not JSON: {error.message}") from None
+        raise ApiError(400, "invalid_json", f"the body cannot be read: {error.message}") from None
     if not isinstance(plain, dict):
         raise ApiError(400, "invalid_json", "the body is not a JSON object")
     return plain

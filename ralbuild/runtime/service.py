@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ralbuild.contract.bundle import Bundle, Rule, select_profile
+from ralbuild.contract.places import ROUTE_HEADER
 from ralbuild.runtime.engine import Engine, Generation
 from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.metrics import Metrics
@@ -15,6 +16,9 @@ from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.prompts import Prompts
 from ralbuild.runtime.requests import Ask
 from ralbuild.runtime.sampler import Draw
+
+MAX_ROUTE = 256
+"""Characters of a route name: what a client sends is matched against regular expressions."""
 
 _PRIVATE_KINDS = ("ban", "redact")
 """Rules whose literal is what must not be seen; they are shown by their place in the config."""
@@ -100,7 +104,11 @@ class Service:
             raise ApiError(
                 404, "model_not_found", f"this server has {served!r}, not {model!r}", param="model"
             )
-        return header if header is not None else model[len(served) + 1 :]
+        route = header if header is not None else model[len(served) + 1 :]
+        if len(route) > MAX_ROUTE:
+            message = f"a route has at most {MAX_ROUTE} characters, this one {len(route)}"
+            raise ApiError(400, "route_too_long", message, param=ROUTE_HEADER)
+        return route
 
 
 def _rule_name(rule: Rule) -> str:
