@@ -17,6 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 BUCKET = 64
 """Attended lengths are rounded up to a multiple of this; also the smallest capacity."""
+SPARE = 4
+"""A full pool grows by a row for every so many that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Pool:
         """Give ``seat`` the next row."""
         row = len(self.seats)
         if row == self.rows:
-            self._resize(max(1, 2 * row))
+            self._resize(row + max(1, row // SPARE))
         self.seats.append(seat)
         return row
 
@@ -80,13 +82,14 @@ class Pool:
         used = len(self.seats)
         size = (rows, self.shape.heads, self.capacity, self.shape.dim)
         for tensors in (self.keys, self.values):
-            grown = [torch.empty(size, dtype=self.shape.dtype) for _ in range(self.shape.layers)]
-            for new, old in zip(grown, tensors, strict=False):
-                new[:used] = old[:used]
-            # Attention multiplies masked positions by zero, and zero times leftover NaN is NaN.
-            for new in grown:
-                new[used:].zero_()
-            tensors[:] = grown
+            for layer in range(self.shape.layers):
+                # Zeros, for attention multiplies masked positions by 0, and 0 times a leftover NaN is NaN.
+                grown = torch.zeros(size, dtype=self.shape.dtype)
+                if used:
+                    grown[:used] = tensors[layer]
+                    tensors[layer] = grown
+                else:
+                    tensors.append(grown)
 
 
 class Seat:
@@ -134,8 +137,8 @@ class SlotCache:
 
     def cost(self, positions: int) -> int:
         """Return the most bytes that a text of ``positions`` can make the pools hold."""
-        # Twice for a pool that doubled its rows for this one.
-        return 2 * capacity_for(positions, self.max_positions) * self.shape.position_bytes
+        row = capacity_for(positions, self.max_positions) * self.shape.position_bytes
+        return row + row // SPARE
 
     def _move(self, seat: Seat, capacity: int) -> Seat:
         pool = self._pools.setdefault(capacity, Pool(self.shape, capacity))
