@@ -167,6 +167,62 @@ def test_a_path_with_dots_is_refused(path: str, tmp_path: Path) -> None:
         unpack(layout, tmp_path / "work")
 
 
+@pytest.mark.parametrize("name", [".wh.", ".wh..", ".wh..."])
+@pytest.mark.parametrize("folder", ["", "d/"])
+def test_a_whiteout_of_no_file_is_refused_and_deletes_nothing(name: str, folder: str, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/keep").write_bytes(b"keep")
+    layers = [tar_of([("d/a", b"1")]), tar_of([(f"{folder}{name}", b"")])]
+    layout = write_layout(tmp_path / "layout", layers)
+    with pytest.raises(ImageError, match="whiteout"):
+        unpack(layout, tmp_path / "work")
+    assert (tmp_path / "work/keep").read_bytes() == b"keep"
+
+
+@pytest.mark.parametrize("target", [".", "..", "../x"])
+def test_a_stored_whiteout_of_the_outside_is_refused(target: str, tmp_path: Path) -> None:
+    layout = write_layout(tmp_path / "layout", [tar_of([("a", b"1")])])
+    store = LayerStore(tmp_path / "layers")
+    (tmp_path / "tree").mkdir()
+    with open_image(layout) as image:
+        store.add(image, image.layers[0])
+        rows = [["whiteout", "", 0, target, -1]]
+        (store.place(image.layers[0]) / "entries.json").write_text(json.dumps(rows))
+        with pytest.raises(ImageError, match="whiteout"):
+            make_tree(store, image.layers, tmp_path / "tree")
+    assert (tmp_path / "layers").is_dir()
+    assert (tmp_path / "tree").is_dir()
+
+
+def surrogates(data: bytes) -> str:
+    return os.fsdecode(data)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [(surrogates(b"a\xff"), b"1")],
+        [("a", f"-> {surrogates(bytes([0xFF]))}")],
+        [("x" * 256, b"1")],
+        [("x/" * 2500 + "y", b"1")],
+        [("a/" * 1200 + "b", b"1")],
+        [("a", "-> " + "x" * 5000)],
+        [("a", "-> ")],
+        # Each path is short, yet the links lead ever deeper.
+        [
+            ("l0", "-> ."),
+            *((f"l{n + 1}", f"-> l{n}/" + f"{n}/" * 150) for n in range(8)),
+            *((f"l{n}/f", b"") for n in range(9)),
+        ],
+    ],
+    ids=["name bytes", "target bytes", "long name", "long path", "deep", "long target", "no target", "links"],
+)
+def test_a_name_that_no_tree_can_hold_is_an_error(members: list[Member], tmp_path: Path) -> None:
+    layout = write_layout(tmp_path / "layout", [tar_of(members)])
+    with pytest.raises(ImageError):
+        unpack(layout, tmp_path / "work")
+
+
 def test_a_loop_of_links_is_an_error(tmp_path: Path) -> None:
     members: list[Member] = [("a", "-> b"), ("b", "-> a"), ("a/x", b"1")]
     layout = write_layout(tmp_path / "layout", [tar_of(members)])

@@ -30,6 +30,9 @@ _OPAQUE = ".wh..wh..opq"
 _WHITEOUT = ".wh."
 _STREAMS = {LAYER_TYPE: "r:", f"{LAYER_TYPE}+gzip": "r|gz"}
 _ENTRIES = "entries.json"
+_NAME_BYTES, _PATH_BYTES = 255, 4095
+_DEPTH = 200
+"""Folders a path may be deep; more than that is only there to exhaust a recursion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,8 @@ class _Tree:
         self._parents: dict[str, Path] = {}
 
     def hide(self, entry: LayerEntry) -> None:
+        if entry.target in (".", "..") or "/" in entry.target:
+            raise ImageError("a whiteout names no file of its folder", place=f"{entry.path}/{entry.target}")
         parent = inside(self.root, entry.path)
         if entry.target:
             remove_tree(parent / entry.target)
@@ -159,6 +164,8 @@ class _Tree:
         found = self._parents.get(path)
         if found is None:
             found = inside(self.root, path)
+            if len(found.parts) - len(self.root.parts) > _DEPTH:
+                raise ImageError(f"lies more than {_DEPTH} folders deep", place=path[:_NAME_BYTES])
             _make_folders(found, self.root)
             self._parents[path] = found
         return found
@@ -202,7 +209,7 @@ def _read_layer(image: StoredImage, layer: Descriptor, folder: Path) -> list[Lay
             tarfile.open(fileobj=blob, mode=stream, bufsize=_CHUNK) as tar,  # type: ignore[call-overload]
         ):
             return list(_entries(tar, blob if stream == "r:" else None, folder))
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise ImageError(f"layer {layer.digest} is damaged: {error}", place=image.store) from None
 
 
@@ -228,8 +235,8 @@ def _entries(tar: tarfile.TarFile, blob: IO[bytes] | None, folder: Path) -> Iter
     """Yield the entries and write the contents; ``blob`` is the tar itself when it is not compressed."""
     for number, member in enumerate(tar):
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
-        if ".." in parts:
-            raise ImageError("a layer holds a path with '..'", place=member.name)
+        if problem := _path_problem(member, parts):
+            raise ImageError(f"a layer holds {problem}", place=ascii(member.name[:_NAME_BYTES]))
         if not parts:
             continue  # the root itself
         path, parent, name = "/".join(parts), "/".join(parts[:-1]), parts[-1]
@@ -248,6 +255,34 @@ def _entries(tar: tarfile.TarFile, blob: IO[bytes] | None, folder: Path) -> Iter
             _write(tar, member, blob, folder / str(number), 0o555 if mode & 0o100 else 0o444)
             yield LayerEntry("file", path, mode, "", number)
         # Devices and pipes are left out: the runner brings /dev, and an ordinary user cannot make them.
+
+
+def _path_problem(member: tarfile.TarInfo, parts: list[str]) -> str:
+    """Return why a member cannot be unpacked, or the empty string."""
+    if any(not _is_text(text) for text in (member.name, member.linkname)):
+        return "a name that is not UTF-8 or has a zero byte"
+    if ".." in parts:
+        return "a path with '..'"
+    if len(parts) > _DEPTH:
+        return f"a path more than {_DEPTH} folders deep"
+    texts = (member.name, member.linkname)
+    if any(len(part.encode()) > _NAME_BYTES for part in parts) or any(
+        len(text.encode()) > _PATH_BYTES for text in texts
+    ):
+        return "a name that is longer than a file system takes"
+    if (member.issym() or member.islnk()) and not member.linkname:
+        return "a link to nothing"
+    if parts and parts[-1] in (_WHITEOUT, f"{_WHITEOUT}.", f"{_WHITEOUT}.."):
+        return "a whiteout that names no file of its folder"
+    return ""
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()  # tarfile keeps bytes that are not UTF-8 as lone surrogates
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in name
 
 
 def _write(
