@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -164,9 +165,9 @@ def save_plan(compiled: Compiled, folder: Path) -> Path:
             partial.write_bytes(data)
             partial.replace(folder / name)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise CacheError(f"cannot be written: {error.strerror}", place=str(folder / name)) from None
-        finally:
-            partial.unlink(missing_ok=True)
     return folder / "report.txt"
 
 
@@ -218,8 +219,8 @@ def source_date() -> int:
         UsageError: when the variable is not a number.
     """
     text = os.environ.get("SOURCE_DATE_EPOCH", "") or "0"
-    if not text.isascii() or not text.isdecimal() or int(text) > 0xFFFFFFFF:
-        raise UsageError(f"needs seconds since 1970, found {text!r}", place="SOURCE_DATE_EPOCH")
+    if not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > 0xFFFFFFFF:
+        raise UsageError(f"needs seconds since 1970, found {text[:40]!r}", place="SOURCE_DATE_EPOCH")
     return int(text)
 
 

@@ -64,6 +64,13 @@ def make_report(mode: Mode, *, quiet: bool = False, stream: TextIO | None = None
     return LineReport(out)
 
 
+def printable(text: str) -> str:
+    """Return ``text`` with control characters written out: a file's name cannot move the cursor."""
+    return "".join(
+        char if char.isprintable() or char == " " else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 def format_bytes(count: float) -> str:
     """Return a size for people, in decimal units: ``269 MB``, ``1.2 GB``."""
     for unit in ("B", "kB", "MB"):
@@ -121,7 +128,7 @@ class LineReport(_Base):
 
     def _say(self, text: str) -> None:
         if self.show:
-            print(text, file=self.out, flush=True)
+            print(printable(text), file=self.out, flush=True)
 
     def _begin(self, stage: Stage) -> None:  # noqa: ARG002
         self._next_line = time.monotonic() + LINE_SECONDS
@@ -183,12 +190,15 @@ class RichReport(_Base):
     def __init__(self, out: TextIO) -> None:
         super().__init__()
         from rich.console import Console
-        from rich.markup import escape
 
-        self._escape = escape
         self.console = Console(file=out, highlight=False, soft_wrap=False)
         self._live: Progress | None = None
         self._task: TaskID | None = None
+
+    def _escape(self, text: str) -> str:
+        from rich.markup import escape
+
+        return escape(printable(text))
 
     def _begin(self, stage: Stage) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn

@@ -330,3 +330,56 @@ def test_interrupt_is_exit_130_and_leaves_nothing(work: Path) -> None:
     assert "Traceback" not in err
     if job.returncode == 130:
         assert not (work / "ral-image").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "wording"),
+    [
+        ('match: "a{99999999999999999999}"', "not a regular expression"),
+        (f"match: {'(' * 3000}", "at most 1000 characters"),
+        (f"match: {'(' * 900}", "not a regular expression"),
+        ('match: "\\ud800"', "not YAML"),
+        ('match: "\\UFFFFFFFF"', "not YAML"),
+        ('"\\ud800": 1', "not YAML"),
+    ],
+)
+def test_text_that_breaks_parsers_is_a_config_error(text: str, wording: str, tmp_path: Path) -> None:
+    (tmp_path / "ral-config.yaml").write_text(
+        MINIMAL + "routing:\n  rules:\n    - action: apply_financial_guardrails\n      " + text + "\n"
+    )
+    done = ralbuild("explain", cwd=tmp_path)
+    assert (done.code, wording in done.err) == (2, True), done.err
+
+
+def test_a_config_of_any_size_is_refused_without_reading_it_all(tmp_path: Path) -> None:
+    with (tmp_path / "ral-config.yaml").open("wb") as file:
+        file.truncate(200 << 30)
+    done = ralbuild("explain", cwd=tmp_path)
+    assert (done.code, "more than" in done.err) == (2, True), done.err
+
+
+def test_names_from_files_cannot_move_the_cursor(work: Path) -> None:
+    (work / "model" / "x\nsha256:dead\x1b[31m").write_text("")
+    done = image(work)
+    assert done.code == 0, done.err
+    assert "\x1b" not in done.err
+    assert "\nsha256:dead" not in done.err
+
+
+def test_a_full_standard_output_is_a_host_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m ralbuild.cli.main schema > /dev/full"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (7, False), done.stderr
+
+
+def test_an_action_may_have_any_name_and_keeps_its_rules(tmp_path: Path) -> None:
+    names = ["default", "input", "html_enhancer"]
+    rules = "".join(f"    - {{match: {name}, action: {name}}}\n" for name in names)
+    actions = "".join(f"  {name}: {{ban: [secret {name}], append: END}}\n" for name in names)
+    text = f"{MINIMAL}routing:\n  rules:\n{rules}actions:\n{actions}"
+    text += "postprocessing: {output_transformers: [{name: html_enhancer, config: {bold_terms: [risk]}}]}\n"
+    (tmp_path / "ral-config.yaml").write_text(text)
+    for name in names:
+        answer = json.loads(ralbuild("explain", "--route", name, "--json", cwd=tmp_path).out)
+        assert [rule["text"] for rule in answer["rules"]] == [f"secret {name}", "END", "risk"]
+        assert answer["matches"][0]["profile"] == 1 + sorted(names).index(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -40,19 +42,23 @@ def run(options: argparse.Namespace) -> int:
     from ralbuild.config.schema import config_schema
 
     config = options.folder / "ral-config.yaml"
-    if config.exists():
+    if os.path.lexists(config):
         raise UsageError("is already there", place=str(config), hint="edit it, or name another folder")
     text = STARTER.format(model=options.model_name)
     with tempfile.TemporaryDirectory() as folder:  # a bad name is refused before anything is written
         trial = Path(folder) / config.name
         trial.write_text(text, "utf-8")
         load_config(trial)
+    schema = json.dumps(config_schema(), indent=2, sort_keys=True) + "\n"
+    written = [options.folder / "ral-config.schema.json", config]
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
-        config.write_text(text, "utf-8")
-        schema = json.dumps(config_schema(), indent=2, sort_keys=True) + "\n"
-        (options.folder / "ral-config.schema.json").write_text(schema, "utf-8")
+        for path, content in zip(written, (schema, text), strict=True):
+            path.write_text(content, "utf-8")
     except OSError as error:
+        for path in written:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         raise HostError(f"cannot be written: {error.strerror}", place=str(config)) from None
     print(config)
     print(f"next: ralbuild image --model DIR --config {config}", file=sys.stderr)

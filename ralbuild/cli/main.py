@@ -6,6 +6,7 @@ Nothing heavy is imported before a verb runs, so that `ralbuild --help` answers 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import os
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ralbuild import __version__
-from ralbuild.errors import RalError, UsageError
+from ralbuild.errors import HostError, RalError, UsageError
 
 VERBS = {
     "init": "write a config to start from",
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except RalError as error:
         _print_error(error, as_json="--json" in arguments)
         return error.exit_code
@@ -58,8 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; nothing half-written is left", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output left; there is nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()  # what is buffered cannot be written either
+        _print_error(
+            HostError("no space left on device", place=error.filename or "standard output"), as_json=False
+        )
+        return HostError.exit_code
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
@@ -98,9 +113,15 @@ def _print_error(error: RalError, *, as_json: bool) -> None:
     color = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     red, dim, off = ("\x1b[1;31m", "\x1b[2m", "\x1b[0m") if color else ("", "", "")
     for item in error.problems:
-        print(f"{red}error:{off} {item}", file=sys.stderr)
+        print(f"{red}error:{off} {_printable(str(item))}", file=sys.stderr)
         if item.hint:
-            print(f"{dim}  hint: {item.hint}{off}", file=sys.stderr)
+            print(f"{dim}  hint: {_printable(item.hint)}{off}", file=sys.stderr)
+
+
+def _printable(text: str) -> str:
+    from ralbuild.report import printable
+
+    return printable(text)
 
 
 if __name__ == "__main__":

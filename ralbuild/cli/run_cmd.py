@@ -28,6 +28,8 @@ def run(options: argparse.Namespace) -> int:
     """Unpack the image into the user's cache and run its entrypoint there, unprivileged."""
     from ralbuild.image.local_run import run_image
 
+    if not 0 < options.port < 65536:
+        raise UsageError(f"needs a port from 1 to 65535, found {options.port}", place="--port")
     if not options.image.startswith("oci:"):
         raise UsageError(f"needs oci:DIR, found {options.image!r}", hint="ralbuild run oci:./ral-image")
     layout = Path(options.image.removeprefix("oci:"))

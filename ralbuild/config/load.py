@@ -27,7 +27,7 @@ from ralbuild.config.model import (
     TerminologyConfig,
     TokenFilter,
 )
-from ralbuild.config.strict_yaml import Document, read_yaml
+from ralbuild.config.strict_yaml import MAX_BYTES, Document, read_yaml
 from ralbuild.config.strict_yaml import Path as KeyPath
 from ralbuild.errors import ConfigError, Problem
 
@@ -83,13 +83,13 @@ def load_config(path: Path) -> LoadedConfig:
         ConfigError: with every problem found, each with file:line:column where it has one.
     """
     try:
-        data = path.read_bytes() if path.is_file() else None
+        if not path.is_file():
+            what = "is not a file" if path.exists() else "no such file"
+            raise ConfigError(what, place=str(path), hint="run `ralbuild init` for a config to start from")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", place=str(path)) from None
-    if data is None:
-        raise ConfigError(
-            "no such file", place=str(path), hint="run `ralbuild init` for a config to start from"
-        )
     document = read_yaml(data, path.name)
     if document.problems:
         raise ConfigError.of(document.problems)
@@ -254,9 +254,13 @@ class _Loader:
     def _user_kernel(self, name: str, settings: dict[str, Any], at: KeyPath) -> UserKernel | None:
         """Return the kernel of ``transformers/<name>.py`` when that file defines ``<name>_kernel``."""
         path = self.path.parent / "transformers" / f"{name}.py"
-        if not path.is_file():
+        try:
+            if not path.is_file():
+                return None
+            source = path.read_bytes()
+        except OSError as error:
+            self.problems.append(Problem(f"cannot be read: {error.strerror}", str(path)))
             return None
-        source = path.read_bytes()
         if not re.search(rb"^\s*def\s+" + name.encode() + rb"_kernel\s*\(", source, re.MULTILINE):
             return None
         return UserKernel(name, path, source, settings, self.document.place((*at, "name")))

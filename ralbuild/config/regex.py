@@ -108,18 +108,18 @@ def check_route(text: str) -> None:
 
 
 def _nests_repeats(parsed: Any, *, inside: bool) -> bool:
-    for op, argument in parsed:
-        if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-            least, most, item = argument
-            varies = least != most
-            if (inside and varies) or _nests_repeats(item, inside=inside or (varies and most > 1)):
-                return True
-        elif op is sre.BRANCH:
-            if inside or any(_nests_repeats(option, inside=inside) for option in argument[1]):
-                return True
-        elif op in (sre.SUBPATTERN, sre.ASSERT, sre.ASSERT_NOT):
-            if _nests_repeats(argument[3 if op is sre.SUBPATTERN else 1], inside=inside):
-                return True
+    return any(_repeats_inside(op, argument, inside=inside) for op, argument in parsed)
+
+
+def _repeats_inside(op: Any, argument: Any, *, inside: bool) -> bool:
+    if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+        least, most, item = argument
+        varies = least != most
+        return (inside and varies) or _nests_repeats(item, inside=inside or (varies and most > 1))
+    if op is sre.BRANCH:
+        return inside or any(_nests_repeats(option, inside=inside) for option in argument[1])
+    if op in (sre.SUBPATTERN, sre.ASSERT, sre.ASSERT_NOT):
+        return _nests_repeats(argument[3 if op is sre.SUBPATTERN else 1], inside=inside)
     return False
 
 

@@ -20,6 +20,9 @@ MAX_DEPTH = 32
 
 Path = tuple[str | int, ...]
 
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's parser where PyYAML has it: ten times faster, the same events and marks."""
+
 _INT = re.compile(r"-?(0|[1-9][0-9]*)\Z")
 _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?\Z")
 _WORDS: dict[str, Any] = {"": None, "null": None, "~": None, "true": True, "false": False}
@@ -55,7 +58,7 @@ def read_yaml(data: bytes, name: str) -> Document:
     document = Document()
     problem = document.problems.append
     if len(data) > MAX_BYTES:
-        problem(Problem(f"the file has {len(data)} bytes; at most {MAX_BYTES} are read", name))
+        problem(Problem(f"the file has more than {MAX_BYTES} bytes", name))
         return document
     try:
         text = data.decode("utf-8-sig")
@@ -65,11 +68,11 @@ def read_yaml(data: bytes, name: str) -> Document:
     try:
         if not _check_events(text, name, document):
             return document
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as error:
         problem(Problem(f"not YAML: {error.problem or error.context}", _at(name, error.problem_mark)))
         return document
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         problem(Problem(f"not YAML: {str(error).splitlines()[0]}", name))
         return document
     if root is None:
@@ -86,7 +89,7 @@ def _at(name: str, mark: Any) -> str:
 def _check_events(text: str, name: str, document: Document) -> bool:
     """Look at the event stream before nodes are built: depth, aliases, tags, documents."""
     depth = documents = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=_LOADER):
         at = _at(name, event.start_mark)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             document.problems.append(
@@ -136,7 +139,7 @@ class _Reader:
                 self._problem("a key must be text", at)
                 continue
             key = key_node.value
-            if key_node.style is None and key == "<<":
+            if not key_node.style and key == "<<":
                 self._problem("the merge key '<<' is not allowed", at, "write the keys out")
                 continue
             if key in out:
@@ -149,7 +152,10 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode, at: str) -> Any:
         text: str = node.value
-        if node.style is not None:  # quoted or block text is text whatever it looks like
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            self._problem("a lone surrogate is no character", at, "write the character itself")
+            return ""
+        if node.style:  # quoted or block text is text whatever it looks like
             return text
         if text in _WORDS:
             return _WORDS[text]
