@@ -81,8 +81,8 @@ class _StrictHooks:
     def pairs(self, items: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(items)
         if len(out) != len(items):
-            names = [key for key, _ in items]
-            key = next(name for name in names if names.count(name) > 1)
+            seen: set[str] = set()  # not names.count: a header of weights has 200,000 keys
+            key = next(name for name, _ in items if name in seen or seen.add(name))  # type: ignore[func-returns-value]
             raise FormatError(self.where, f"duplicate key {key!r}")
         return out
 
