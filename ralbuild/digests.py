@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ralbuild.contract.codec import FormatError, canonical_json, from_plain, parse_json, sha256_hex, to_plain
 from ralbuild.contract.tarball import PACKING, weight_layer_header, weight_layer_trailer
@@ -30,7 +30,26 @@ CHUNK = 1 << 20
 RACY_NS = 2_000_000_000
 """A file that changed this close to its hashing may change again without a new timestamp."""
 
-_ENTRY_LIMIT = 4096
+_ENTRY_LIMIT = 64 << 10
+_VERDICT_LIMIT = 48 << 10
+"""A longer verdict is that of a badly broken file, and is worked out again rather than kept."""
+
+
+class Observer(Protocol):
+    """Sees every byte of a file in the read that hashes it, and comes to a verdict.
+
+    Attributes:
+        kind: names what it looks for and in which version; a remembered verdict of another kind
+            does not count.
+    """
+
+    kind: str
+
+    def feed(self, chunk: memoryview) -> None:
+        """Take the next bytes; the memory is only valid during the call."""
+
+    def verdict(self) -> str:
+        """Return the result as text, once the last byte was fed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +77,14 @@ class FileDigests:
         layer_sha256: of the layer: header, file, trailer (see `ralbuild.contract.tarball`).
         layer_size: of that layer, in bytes.
         cached: True when the file was not read for this.
+        verdict: what the observer said; empty without one.
     """
 
     sha256: str
     layer_sha256: str
     layer_size: int
     cached: bool = field(default=False, compare=False)
+    verdict: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +173,7 @@ def scan_file(
     *,
     name: str | None = None,
     rehash: bool = False,
+    observer: Observer | None = None,
 ) -> FileDigests:
     """Return the digests of a weight file and of its layer, reading the file at most once.
 
@@ -163,6 +185,7 @@ def scan_file(
         mtime: time of the layer's entries, in seconds since 1970.
         progress: called with the number of bytes of each step; a cache hit counts as one step.
         rehash: read the file even when the cache knows it.
+        observer: fed every byte in the same read; its verdict is remembered with the digests.
 
     Raises:
         WeightsError: when it cannot be read, is not a regular file, or changes meanwhile.
@@ -172,7 +195,7 @@ def scan_file(
     purpose = f"weight-layer:{name}:{mtime}"
     try:
         if not rehash:
-            found = _remembered(path, cache, purpose)
+            found = _remembered(path, cache, purpose, observer)
             if found is not None:
                 report(path.stat().st_size)
                 return found
@@ -182,7 +205,7 @@ def scan_file(
         try:
             key = StatKey.of(_regular(path, fd))
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            digests = _hash_both(fd, name, key.size, mtime, report)
+            digests = _hash_both(fd, name, key.size, mtime, report, observer)
             if StatKey.of(os.fstat(fd)) != key:
                 raise WeightsError(
                     "changed while it was read", place=str(path), hint="build from files at rest"
@@ -191,18 +214,25 @@ def scan_file(
             os.close(fd)
     except OSError as error:
         raise WeightsError(f"cannot be read: {error.strerror}", place=str(path)) from None
-    if not is_racy(key, started):
+    if observer is not None:
+        digests = replace(digests, verdict=observer.verdict())
+    if not is_racy(key, started) and len(digests.verdict) <= _VERDICT_LIMIT:
         layer = {"layer_sha256": digests.layer_sha256, "layer_size": str(digests.layer_size)}
-        cache.put(path, purpose, key, {"sha256": digests.sha256, **layer})
+        seen = {} if observer is None else {"observer": observer.kind, "verdict": digests.verdict}
+        cache.put(path, purpose, key, {"sha256": digests.sha256, **layer, **seen})
     return digests
 
 
-def _remembered(path: Path, cache: DigestCache, purpose: str) -> FileDigests | None:
+def _remembered(
+    path: Path, cache: DigestCache, purpose: str, observer: Observer | None
+) -> FileDigests | None:
     values: dict[str, Any] | None = cache.get(path, purpose, StatKey.of(path.stat()))
-    if values is None:
+    if values is None or (observer is not None and values.get("observer") != observer.kind):
         return None
     try:
-        return FileDigests(values["sha256"], values["layer_sha256"], int(values["layer_size"]), cached=True)
+        verdict = values["verdict"] if observer is not None else ""
+        size = int(values["layer_size"])
+        return FileDigests(values["sha256"], values["layer_sha256"], size, cached=True, verdict=verdict)
     except (KeyError, ValueError):
         return None
 
@@ -214,13 +244,29 @@ def _regular(path: Path, fd: int) -> os.stat_result:
     return info
 
 
-def _hash_both(fd: int, name: str, size: int, mtime: int, report: Callable[[int], None]) -> FileDigests:
-    """Feed every byte to both hashes: one in this thread, one in a helper (hashlib releases the GIL)."""
+def _hash_both(
+    fd: int,
+    name: str,
+    size: int,
+    mtime: int,
+    report: Callable[[int], None],
+    observer: Observer | None,
+) -> FileDigests:
+    """Feed every byte to both hashes: one in this thread, one in a helper (hashlib releases the GIL).
+
+    The observer runs in the helper, while the bytes are still in the processor's cache.
+    """
     header, trailer = weight_layer_header(name, size, mtime), weight_layer_trailer(size)
     file_hash, layer_hash = hashlib.sha256(), hashlib.sha256(header)
     buffers = (memoryview(bytearray(CHUNK)), memoryview(bytearray(CHUNK)))
     pending: Future[None] | None = None
     done = turn = 0
+
+    def help_with(chunk: memoryview) -> None:
+        layer_hash.update(chunk)
+        if observer is not None:
+            observer.feed(chunk)
+
     with ThreadPoolExecutor(max_workers=1) as helper:
         while done < size:
             buffer = buffers[turn]
@@ -229,7 +275,7 @@ def _hash_both(fd: int, name: str, size: int, mtime: int, report: Callable[[int]
                 break  # shorter than it was; the caller sees the changed state
             if pending is not None:
                 pending.result()  # the other buffer is free for the next read
-            pending = helper.submit(layer_hash.update, buffer[:count])
+            pending = helper.submit(help_with, buffer[:count])
             file_hash.update(buffer[:count])
             done += count
             turn ^= 1

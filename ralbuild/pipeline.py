@@ -35,7 +35,9 @@ from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
 from ralbuild.report import Report, format_bytes
-from ralbuild.weights.scan import ScannedModel, scan_model
+from ralbuild.weights.findings import FoundError
+from ralbuild.weights.scan import ScannedModel, verify_folder
+from ralbuild.weights.scan import Verdict as FolderVerdict
 
 Target = Literal["cpu", "cuda"]
 
@@ -116,10 +118,40 @@ def plan_only(request: BuildRequest, report: Report) -> tuple[Compiled, Image]:
 
 
 def verify_model(folder: Path, report: Report, *, rehash: bool = False) -> ScannedModel:
-    """Check and hash a model folder."""
+    """Check and hash a model folder.
+
+    Raises:
+        FoundError: with every finding, when there is an error. Weights are not read once one is known.
+    """
+    verdict = check_model(folder, report, rehash=rehash, fail_fast=True)
+    if verdict.failed or verdict.model is None:
+        raise FoundError(verdict.findings)
+    for finding in verdict.findings:
+        if finding.severity == "warning":
+            report.note(str(finding.problem()))
+    if verdict.model.left_out:
+        report.note(f"left out of the image: {', '.join(verdict.model.left_out)}")
+    return verdict.model
+
+
+def check_model(
+    folder: Path, report: Report, *, rehash: bool = False, fail_fast: bool = False
+) -> FolderVerdict:
+    """Run every check of a model folder; ``fail_fast`` stops before weights are read for nothing."""
     with report.stage("verify") as stage:
-        progress = partial(report.progress, unit="B")
-        model = scan_model(folder, default_cache(), LAYER_MTIME, progress, rehash=rehash)
+        verdict = verify_folder(
+            folder,
+            default_cache(),
+            LAYER_MTIME,
+            partial(report.progress, unit="B"),
+            rehash=rehash,
+            jobs=len(os.sched_getaffinity(0)),
+            fail_fast=fail_fast,
+        )
+        model = verdict.model
+        if model is None:
+            stage.summary = f"{len(verdict.findings)} findings"
+            return verdict
         known = all(shard.digests.cached for shard in model.shards)
         how = (
             "digests reused, no weight byte read"
@@ -127,9 +159,19 @@ def verify_model(folder: Path, report: Report, *, rehash: bool = False) -> Scann
             else f"{format_bytes(model.weight_bytes)} read and hashed"
         )
         stage.summary = f"{model.manifest.model_type}, {model.manifest.tensors} tensors, {how}"
-    if model.left_out:
-        report.note(f"left out of the image: {', '.join(model.left_out)}")
-    return model
+    return verdict
+
+
+def check_config(path: Path, model: ScannedModel | None = None) -> LoadedConfig:
+    """Load a config and, given the model, check it against that.
+
+    Raises:
+        ConfigError: with every mistake.
+    """
+    loaded = load_config(path)
+    if model is not None:
+        _engine(loaded, model, "cpu")
+    return loaded
 
 
 def compile_model(request: BuildRequest, report: Report) -> Compiled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,44 @@ def llama_config() -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "vocab_size": VOCAB,
         "intermediate_size": 2 * HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "tie_word_embeddings": True, "torch_dtype": "float32", "eos_token_id": 2, "bos_token_id": 1,
+        "tie_word_embeddings": True, "torch_dtype": "float32", "rope_theta": 10000.0, "eos_token_id": 2, "bos_token_id": 1,
     }  # fmt: skip
+
+
+Tensors = dict[str, tuple[str, list[int], bytes]]
+
+
+def read_tensors(path: Path) -> Tensors:
+    """Read a safetensors file that `safetensors_bytes` could have written."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header.pop("__metadata__", None)
+    body = data[8 + size :]
+    return {
+        name: (item["dtype"], item["shape"], body[item["data_offsets"][0] : item["data_offsets"][1]])
+        for name, item in header.items()
+    }
+
+
+def write_tensors(path: Path, tensors: Tensors, metadata: Any = "pt") -> None:
+    """Write a safetensors file; ``metadata`` is the whole map, or the format it names."""
+    note = {"format": metadata} if isinstance(metadata, str) else metadata
+    path.write_bytes(safetensors_bytes(tensors, note))
+
+
+def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change a JSON file in place."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def edit_tensors(path: Path, change: Callable[[Tensors], Any]) -> None:
+    """Change a weight file in place."""
+    tensors = read_tensors(path)
+    change(tensors)
+    write_tensors(path, tensors)
 
 
 TEMPLATE = (

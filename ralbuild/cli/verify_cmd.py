@@ -3,31 +3,96 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ralbuild.cli.options import add_model_option, add_report_options, chosen_report
+from ralbuild.cli.options import add_report_options, chosen_report
+from ralbuild.errors import UsageError, WeightsError
+
+if TYPE_CHECKING:
+    from ralbuild.weights.findings import Finding
+    from ralbuild.weights.scan import Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_model_option(parser)
-    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="model folder, or a models--org--name root")
+    parser.add_argument(
+        "--rehash", action="store_true", help="read every weight byte, whatever the cache knows"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="also check this ral-config.yaml")
+    parser.add_argument(
+        "--format",
+        choices=("text", "json", "sarif", "github"),
+        default="text",
+        help="how findings are printed; default: text",
+    )
+    parser.add_argument("--json", action="store_true", help="the same as --format json")
+    parser.add_argument("--strict", action="store_true", help="warnings are errors")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a finding that does not count; repeatable",
+    )
+    parser.add_argument("--fail-fast", action="store_true", help="do not read weights once an error is known")
+    parser.add_argument("--reference", action="store_true", help="print what every finding means, and stop")
     add_report_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check the folder; print what it holds."""
-    from ralbuild.contract.codec import to_plain
-    from ralbuild.pipeline import verify_model
+    """Check the folder; print every finding and what the folder holds."""
+    from ralbuild.weights.rules import reference
 
-    report = chosen_report(options)
-    model = verify_model(options.model, report, rehash=options.rehash)
-    if options.json:
-        print(json.dumps(to_plain(model.manifest), indent=2))
+    if options.reference:
+        print(reference(), end="")
         return 0
-    manifest = model.manifest
-    size = f"{manifest.parameters:,} parameters in {manifest.tensors} tensors"
-    print(f"{manifest.architecture}, {size}, {manifest.dtype}")
-    for item in (*manifest.weights, *manifest.files):
-        print(f"  sha256:{item.sha256}  {item.size:>14,}  {item.path}")
-    return 0
+    if options.model is None:
+        raise UsageError("needs --model DIR", hint="see `ralbuild verify --help`")
+    from ralbuild.pipeline import check_config, check_model
+
+    ignored = _ignored(options.ignore)
+    loaded = check_config(options.config) if options.config is not None else None
+    verdict = check_model(
+        options.model, chosen_report(options), rehash=options.rehash, fail_fast=options.fail_fast
+    )
+    if loaded is not None and verdict.model is not None:
+        check_config(options.config, verdict.model)
+    findings = tuple(item for item in verdict.findings if item.rule.id not in ignored)
+    bad = ("error", "warning") if options.strict else ("error",)
+    passed = not any(item.severity in bad for item in findings)
+    text = _printed(options, findings, verdict, passed=passed)
+    if text:
+        print(text)
+    return 0 if passed else WeightsError.exit_code
+
+
+def _ignored(words: list[str]) -> set[str]:
+    from ralbuild.weights.rules import find_rule
+
+    out: set[str] = set()
+    for word in words:
+        rule = find_rule(word)
+        if rule is None:
+            hint = "`ralbuild verify --reference` lists them all"
+            raise UsageError(f"knows no finding {word!r}", place="--ignore", hint=hint)
+        out.add(rule.id)
+    return out
+
+
+def _printed(
+    options: argparse.Namespace, findings: tuple[Finding, ...], verdict: Verdict, *, passed: bool
+) -> str:
+    from ralbuild.weights import output
+
+    if options.json or options.format == "json":
+        return output.as_json(findings, verdict, passed=passed)
+    if options.format == "sarif":
+        return output.as_sarif(findings)
+    if options.format == "github":
+        return output.as_github(findings)
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return output.as_text(findings, verdict, color=color)

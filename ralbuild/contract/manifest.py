@@ -31,6 +31,8 @@ class ModelManifest:
         tokenizer_sha256: digest of the token bytes, a fingerprint of the vocabulary.
         eos_token_ids: every id that ends a text, ascending.
         max_positions: longest sequence the model was made for; 0 when the config does not say.
+        tokenizer_fingerprint: digest of the ids that a fixed list of texts has; empty when unknown.
+        template_sha256: digest of the chat template's text; empty without one.
     """
 
     architecture: str
@@ -45,3 +47,5 @@ class ModelManifest:
     tokenizer_sha256: str
     eos_token_ids: tuple[int, ...]
     max_positions: int
+    tokenizer_fingerprint: str = ""
+    template_sha256: str = ""

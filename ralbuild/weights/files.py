@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ralbuild.contract.codec import FormatError, parse_json
-from ralbuild.errors import Problem, WeightsError
+from ralbuild.errors import WeightsError
+from ralbuild.weights.findings import Findings
+from ralbuild.weights.sniff import SNIFFED, report_other_format
 
-SIZE_CAPS = {"tokenizer.json": 200 << 20, "model.safetensors.index.json": 100 << 20}
-DEFAULT_CAP = 4 << 20
+SIZE_CAPS = {
+    "tokenizer.json": 200 << 20,
+    "model.safetensors.index.json": 100 << 20,
+    "tokenizer_config.json": 16 << 20,
+}
+DEFAULT_CAP = 1 << 20
+_HEX = frozenset("0123456789abcdef")
 
 SHIPPED_FILES = (
     "chat_template.jinja",
@@ -27,118 +35,142 @@ SHIPPED_FILES = (
 )
 """What goes into the image besides weights; everything else is left out and reported."""
 
-CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code", "transformers_weights")
-"""Keys with which a config would make a loader run or fetch code."""
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """What lies in a model folder.
+
+    Attributes:
+        root: the folder, without links.
+        files: usable file by name; a path has no symbolic link left.
+        folders: names of the folders in it.
+    """
+
+    root: Path
+    files: dict[str, Path] = field(repr=False)
+    folders: tuple[str, ...] = ()
 
 
-def open_folder(path: Path) -> Path:
-    """Return the folder that holds the model files; a ``models--org--name`` root gives its snapshot.
+def open_folder(path: Path, findings: Findings) -> Folder:
+    """List the model folder; a ``models--org--name`` root gives its snapshot.
 
     Raises:
-        WeightsError: when there is no such folder.
+        WeightsError: when there is no such folder at all.
     """
-    if path.name.startswith("models--") and (path / "refs" / "main").is_file():
-        revision = (path / "refs" / "main").read_text("ascii", "replace").strip()
-        if revision.isalnum() and (path / "snapshots" / revision).is_dir():
-            return path / "snapshots" / revision
     if not path.exists():
         raise WeightsError("no such folder", place=str(path), hint="give the model's folder with --model")
     if not path.is_dir():
-        raise WeightsError("needs a folder, found a file", place=str(path), hint="give the folder around it")
-    return path
+        gguf = path.suffix == ".gguf"
+        hint = "convert it: ralbuild import --gguf FILE --out DIR" if gguf else "give the folder around it"
+        raise WeightsError("needs a folder, found a file", place=str(path), hint=hint)
+    root = Path(os.path.realpath(path))
+    if root.name.startswith("models--"):
+        root = _snapshot(root, findings)
+    return _list(root, findings)
 
 
-def regular_files(folder: Path) -> dict[str, Path]:
-    """Return every usable file of the folder by name; the paths have no symbolic link left.
-
-    Raises:
-        WeightsError: for a link that leaves the Hugging Face cache layout, a pipe or a device.
-    """
-    found: dict[str, Path] = {}
-    problems: list[Problem] = []
+def _snapshot(root: Path, findings: Findings) -> Path:
+    """Return the snapshot that ``refs/main`` names, or the only one."""
+    there = _names(root / "snapshots")
     try:
-        names = sorted(os.listdir(folder))  # noqa: PTH208  # names only, in byte order
+        with (root / "refs" / "main").open("rb") as file:
+            revision = file.read(200).decode("ascii", "replace").strip()
+    except OSError:
+        revision = there[0] if len(there) == 1 else ""
+    if revision in there:
+        return root / "snapshots" / revision
+    what = f"refs/main names {revision!r}, which is not there" if revision else "no refs/main"
+    findings.add("W222", f"{what}; snapshots: {', '.join(there[:5]) or 'none'}", file="refs/main")
+    return root
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208  # names only, in byte order
+    except OSError:
+        return []
+
+
+def _list(root: Path, findings: Findings) -> Folder:
+    try:
+        names = sorted(os.listdir(root))  # noqa: PTH208
     except OSError as error:
-        raise WeightsError(f"cannot be listed: {error.strerror}", place=str(folder)) from None
+        raise WeightsError(f"cannot be listed: {error.strerror}", place=str(root)) from None
+    found: dict[str, Path] = {}
+    folders: list[str] = []
     for name in names:
-        path = folder / name
+        path = root / name
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
-            target = _blob_target(folder, path)
+            target = _blob_target(root, path)
             if target is None:
-                problems.append(
-                    Problem(
-                        f"a symbolic link to {str(path.readlink())!r}, outside the Hugging Face cache layout",
-                        str(path),
-                        "copy the file into the folder",
-                    )
-                )
-                continue
-            found[name] = target
+                what = f"a symbolic link to {str(path.readlink())!r}, outside the Hugging Face cache layout"
+                findings.add("W201", what, file=name)
+            else:
+                found[name] = target
         elif stat.S_ISREG(mode):
             found[name] = path
-        elif not stat.S_ISDIR(mode):
-            problems.append(Problem("neither a file nor a folder", str(path), "remove it"))
-    if problems:
-        raise WeightsError.of(problems)
-    return found
+        elif stat.S_ISDIR(mode):
+            folders.append(name)
+        else:
+            findings.add("W202", "neither a file nor a folder", file=name)
+    return Folder(root, found, tuple(folders))
 
 
 def _blob_target(folder: Path, link: Path) -> Path | None:
     """Return the blob that a snapshot's link points at, or None when it points anywhere else."""
-    root = folder.absolute().parent.parent
-    if folder.absolute().parent.name != "snapshots" or not root.name.startswith("models--"):
+    root = folder.parent.parent
+    if folder.parent.name != "snapshots" or not root.name.startswith("models--"):
+        return None
+    if link.readlink().is_absolute():
         return None
     target = Path(os.path.realpath(link))
-    if target.parent != Path(os.path.realpath(root / "blobs")) or not target.is_file():
+    if target.parent != root / "blobs" or not stat.S_ISREG(_mode(target)):
         return None
     return target
 
 
-def read_small(path: Path, name: str) -> bytes:
-    """Read a whole file that must be small; ``name`` chooses the cap.
+def _mode(path: Path) -> int:
+    try:
+        return path.lstat().st_mode
+    except OSError:
+        return 0
 
-    Raises:
-        WeightsError: when it is larger than its cap or unreadable.
-    """
+
+def promised_sha256(path: Path) -> str:
+    """Return the digest that a blob of the Hugging Face cache is named after, or an empty text."""
+    name = path.name
+    return name if path.parent.name == "blobs" and len(name) == 64 and set(name) <= _HEX else ""
+
+
+def read_small(path: Path, name: str, findings: Findings) -> bytes | None:
+    """Read a whole file that must be small; ``name`` chooses the cap. None when a finding says why not."""
     cap = SIZE_CAPS.get(name, DEFAULT_CAP)
     try:
-        size = path.stat().st_size
-        if size > cap:
-            raise WeightsError(f"has {size} bytes; at most {cap} are read", place=name)
-        return path.read_bytes()
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with os.fdopen(fd, "rb") as file:
+            size = os.fstat(fd).st_size
+            if size > cap:
+                findings.add(
+                    "W219", f"has {size} bytes; at most {cap} are read", file=name, found=size, needed=cap
+                )
+                return None
+            return file.read(cap)
     except OSError as error:
-        raise WeightsError(f"cannot be read: {error.strerror}", place=name) from None
+        findings.add("W220", f"cannot be read: {error.strerror}", file=name)
+        return None
 
 
-def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Read a JSON object strictly: no duplicate keys, no NaN, bounded depth."""
-    data = read_small(path, name)
+def read_json(data: bytes, name: str, findings: Findings) -> dict[str, Any] | None:
+    """Parse a JSON object strictly: no duplicate keys, no NaN, bounded depth."""
+    if report_other_format(data[:SNIFFED], name, findings):
+        return None
     try:
         value = parse_json(data, name)
     except FormatError as error:
-        raise WeightsError(error.message, place=name) from None
+        findings.add("W221", error.message, file=name)
+        return None
     if not isinstance(value, dict):
-        raise WeightsError("needs a JSON object", place=name)
+        findings.add("W221", "needs a JSON object", file=name, found=type(value).__name__)
+        return None
     return value
-
-
-def refuse_code(files: dict[str, Path], configs: dict[str, dict[str, Any]]) -> None:
-    """Refuse a folder that carries code or asks a loader to run some.
-
-    Raises:
-        WeightsError: naming the file or key.
-    """
-    problems = [
-        Problem("Python code in a model folder is never run or shipped", name, "remove the file")
-        for name in files
-        if name.endswith((".py", ".pyc", ".so"))
-    ]
-    for name, config in configs.items():
-        problems += [
-            Problem(f"the key {key!r} would make a loader run code", name, "remove the key")
-            for key in CODE_KEYS
-            if config.get(key)
-        ]
-    if problems:
-        raise WeightsError.of(problems)

@@ -7,35 +7,28 @@ laxer than its own rules (duplicate keys), the rules win.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ralbuild.contract.codec import FormatError, parse_json
-from ralbuild.errors import WeightsError
+from ralbuild.weights.findings import Findings
+from ralbuild.weights.sniff import SNIFFED, report_other_format
 
 MAX_HEADER = 100_000_000
 MAX_DIM = 1 << 48
+MAX_TENSORS = 1_000_000
 DTYPE_BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8,
     "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-
-_MAGIC = (
-    (b"version https://git-lfs", "a git-lfs pointer, not the file itself", "run `git lfs pull`"),
-    (b"<!DOCTYPE", "an HTML page", "download the file again: an error page was saved"),
-    (b"<html", "an HTML page", "download the file again: an error page was saved"),
-    (b"PK\x03\x04", "a zip archive (a PyTorch pickle?)", "convert it to safetensors first"),
-    (b"\x80\x02", "a Python pickle", "convert it to safetensors first; ralbuild never opens pickles"),
-    (b"\x80\x03", "a Python pickle", "convert it to safetensors first; ralbuild never opens pickles"),
-    (b"\x80\x04", "a Python pickle", "convert it to safetensors first; ralbuild never opens pickles"),
-    (b"GGUF", "a GGUF file", "convert it to a Hugging Face folder first"),
-)  # fmt: skip
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,89 +49,132 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: tensors in data order, and where the data begins in the file."""
+    """A checked header: tensors in data order, where the data begins, and the SHA-256 of what is before."""
 
     tensors: tuple[Tensor, ...]
     data_start: int
+    sha256: str = ""
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, name: str, findings: Findings) -> Header | None:
     """Read and check the header of a safetensors file; the data itself is not read.
 
-    Raises:
-        WeightsError: saying what the file is instead, which tensors overlap, or how many bytes are
-            missing or too many.
+    Returns:
+        The header, or None when the findings say why there is none.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        raise WeightsError(f"cannot be read: {error.strerror}", place=str(path)) from None
+        findings.add("W220", f"cannot be read: {error.strerror}", file=name)
+        return None
     with os.fdopen(fd, "rb") as file:
         size = os.fstat(fd).st_size
-        start = file.read(512)
-        _refuse_other_formats(path, start)
+        start = file.read(SNIFFED)
+        if report_other_format(start, name, findings):
+            return None
+        if len(start) < 8:
+            findings.add("W107", f"needs at least 8 bytes, found {len(start)}", file=name)
+            return None
         length = int.from_bytes(start[:8], "little")
         if length > MAX_HEADER or length + 8 > size:
-            raise WeightsError(
+            findings.add(
+                "W108",
                 f"not a safetensors file: the header says {length} bytes, the file has {size}",
-                place=str(path),
-                hint="the download may be incomplete or damaged; fetch it again",
+                file=name,
+                found=length,
+                needed=f"at most {min(MAX_HEADER, size - 8)}",
             )
+            return None
         file.seek(8)
         text = file.read(length)
-    return parse_header(text, size - 8 - length, path.name)
+    header = parse_header(text, size - 8 - length, name, findings)
+    if header is None:
+        return None
+    digest = hashlib.sha256(start[:8])
+    digest.update(text)
+    return Header(header.tensors, header.data_start, digest.hexdigest())
 
 
-def _refuse_other_formats(path: Path, start: bytes) -> None:
-    if not start:
-        raise WeightsError("the file is empty", place=str(path), hint="download it again")
-    for magic, what, hint in _MAGIC:
-        if start.lstrip()[: len(magic)].lower() == magic.lower():
-            raise WeightsError(f"this is {what}; a safetensors file was needed", place=str(path), hint=hint)
-    if len(start) < 8:
-        raise WeightsError(f"needs at least 8 bytes, found {len(start)}", place=str(path))
-
-
-def parse_header(text: bytes, data_size: int, name: str) -> Header:
+def parse_header(text: bytes, data_size: int, name: str, findings: Findings) -> Header | None:
     """Check the JSON ``text`` of a header against the ``data_size`` bytes that follow it."""
+    if text[:1] != b"{":
+        findings.add("W111", f"begins with {text[:1]!r}", file=name, found=repr(text[:1]), needed="'{'")
     try:
         header = parse_json(text, name)
     except FormatError as error:
-        raise WeightsError(error.message, place=f"{name}: header") from None
+        rule = "W110" if error.message.startswith("duplicate key") else "W109"
+        findings.add(rule, error.message, file=name)
+        return None
     if not isinstance(header, dict):
-        raise WeightsError("the header must be a JSON object", place=name)
+        findings.add("W109", "the header must be a JSON object", file=name, found=type(header).__name__)
+        return None
+    _check_metadata(header, name, findings)
+    if len(header) > MAX_TENSORS:
+        findings.add("W127", f"holds {len(header)} tensors", file=name, needed=f"at most {MAX_TENSORS}")
+        return None
+    parsed = [_tensor(key, item, name, findings) for key, item in header.items()]
+    tensors = sorted((item for item in parsed if item), key=lambda t: (t.begin, t.end, t.name))
+    if len(tensors) != len(parsed) or not _covered(tensors, data_size, name, findings):
+        return None
+    start = 8 + len(text)
+    for tensor in tensors:
+        _check_use(tensor, start, name, findings)
+    return Header(tuple(tensors), start)
+
+
+def _check_metadata(header: dict[str, Any], name: str, findings: Findings) -> None:
+    present = "__metadata__" in header
     metadata = header.pop("__metadata__", None)
-    if metadata is not None and not (
+    if present and metadata is None:
+        findings.add("W113", "__metadata__ is null", file=name)
+    elif present and not (
         isinstance(metadata, dict) and all(isinstance(item, str) for item in metadata.values())
     ):
-        raise WeightsError("__metadata__ must map text to text", place=name)
-    tensors = sorted(
-        (_tensor(key, item, name) for key, item in header.items()), key=lambda t: (t.begin, t.end, t.name)
-    )
-    _check_coverage(tensors, data_size, name)
-    return Header(tuple(tensors), 8 + len(text))
+        findings.add("W112", "__metadata__ must map text to text", file=name)
+        return
+    if (metadata or {}).get("format") != "pt":
+        findings.add(
+            "W128",
+            "__metadata__ does not say format: pt",
+            file=name,
+            found=(metadata or {}).get("format", ""),
+            needed="pt",
+        )
 
 
-def _tensor(key: str, item: Any, name: str) -> Tensor:
-    place = f"{name}: {key}"
-    if not key or any(ord(char) < 32 for char in key):
-        raise WeightsError("a tensor name must not be empty or hold control characters", place=place)
-    if not isinstance(item, dict) or not {"dtype", "shape", "data_offsets"} <= item.keys():
-        raise WeightsError("needs dtype, shape and data_offsets", place=place)
+def _tensor(key: str, item: Any, name: str, findings: Findings) -> Tensor | None:
+    def fault(rule: str, message: str) -> None:
+        findings.add(rule, message, file=name, tensor=key)
+
+    if not key or any(ord(char) < 32 or ord(char) == 127 for char in key):
+        fault("W124", "a tensor name must not be empty or hold control characters")
+        return None
+    if not isinstance(item, dict) or not item.keys() >= _FIELDS:
+        fault("W114", "needs dtype, shape and data_offsets")
+        return None
+    if len(item) > len(_FIELDS):
+        fault("W125", f"has the unknown field {next(iter(item.keys() - _FIELDS))!r}")
     dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise WeightsError(f"unknown dtype {dtype!r}", place=place)
+        fault("W115", f"unknown dtype {str(dtype)[:40]!r}")
+        return None
     if not isinstance(shape, list) or not all(_is_count(dim) and dim <= MAX_DIM for dim in shape):
-        raise WeightsError(f"shape {str(shape)[:80]} must be a list of sizes below 2**48", place=place)
+        fault("W116", f"shape {str(shape)[:80]} must be a list of sizes below 2**48")
+        return None
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_count, offsets))):
-        raise WeightsError(f"data_offsets {str(offsets)[:80]} must be two sizes", place=place)
+        fault("W117", f"data_offsets {str(offsets)[:80]} must be two sizes")
+        return None
     begin, end = offsets
-    bits = math.prod(shape) * DTYPE_BITS[dtype]
-    if end < begin or bits % 8 or bits // 8 != end - begin:
-        raise WeightsError(
-            f"{dtype} of shape {shape} takes {bits / 8:g} bytes, but data_offsets give {end - begin}",
-            place=place,
+    bits = _product(shape) * DTYPE_BITS[dtype]
+    if end < begin:
+        fault("W117", f"data_offsets {begin} and {end} are not in ascending order")
+        return None
+    if bits % 8 or bits // 8 != end - begin:
+        size = f"{bits / 8:g}" if bits < 1 << 64 else "more than 2**61"
+        fault(
+            "W118", f"{dtype} of shape {str(shape)[:80]} takes {size} bytes, data_offsets give {end - begin}"
         )
+        return None
     return Tensor(key, dtype, tuple(shape), begin, end)
 
 
@@ -146,26 +182,66 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _check_coverage(tensors: list[Tensor], data_size: int, name: str) -> None:
+def _product(shape: list[int]) -> int:
+    """Return the number of elements; past any file's size it stops growing, not to take long."""
+    if 0 in shape:
+        return 0
+    total = 1
+    for dim in shape:
+        total *= dim
+        if total > 1 << 64:
+            break
+    return total
+
+
+def _covered(tensors: list[Tensor], data_size: int, name: str, findings: Findings) -> bool:
+    """Check that the tensors cover the data without overlap or hole."""
     at, previous = 0, "the start of the data"
     for tensor in tensors:
         if tensor.begin != at:
-            what = "overlaps" if tensor.begin < at else f"leaves a hole of {tensor.begin - at} bytes after"
-            raise WeightsError(f"{what} {previous}", place=f"{name}: {tensor.name}")
+            overlap = tensor.begin < at
+            what = "overlaps" if overlap else f"leaves a hole of {tensor.begin - at} bytes after"
+            rule = "W119" if overlap else "W120"
+            findings.add(
+                rule, f"{what} {previous}", file=name, tensor=tensor.name, found=tensor.begin, needed=at
+            )
+            return False
         at, previous = tensor.end, repr(tensor.name)
     if at > data_size:
-        raise WeightsError(
+        findings.add(
+            "W121",
             f"the file is {at - data_size} bytes too short: tensors need {at} bytes, {data_size} are there",
-            place=name,
-            hint="the download is incomplete; fetch the file again",
+            file=name,
+            found=data_size,
+            needed=at,
         )
     if at < data_size:
-        raise WeightsError(
-            f"{data_size - at} bytes follow the last tensor", place=name, hint="fetch the file again"
+        findings.add(
+            "W122",
+            f"{data_size - at} bytes follow the last tensor",
+            file=name,
+            found=data_size,
+            needed=at,
         )
+    return at == data_size
 
 
-def majority_dtype(tensors: Iterator[Tensor]) -> str:
+def _check_use(tensor: Tensor, start: int, name: str, findings: Findings) -> None:
+    """Check what the format allows, but a loader trips over."""
+    width = DTYPE_BITS[tensor.dtype] // 8
+    if width > 1 and (start + tensor.begin) % width:
+        findings.add(
+            "W123",
+            f"starts at byte {start + tensor.begin}, which is no multiple of {width}",
+            file=name,
+            tensor=tensor.name,
+        )
+    odd_f4 = tensor.dtype == "F4" and tensor.shape and tensor.shape[-1] % 2
+    if tensor.dtype.startswith("F6") or odd_f4:
+        findings.add("W126", f"no loader takes {tensor.dtype} of this shape", file=name, tensor=tensor.name)
+
+
+def majority_dtype(tensors: Iterable[Tensor]) -> str:
     """Return the element type that most bytes have; ties go to the first in alphabetical order."""
     totals: dict[str, int] = {}
     for tensor in tensors:

@@ -1,11 +1,12 @@
-"""`scan_model`: a folder to a `ScannedModel`, each weight byte read at most once."""
+"""`verify_folder`: every check of a model folder in one run, each weight byte read at most once."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,24 @@ from ralbuild.contract.codec import sha256_hex
 from ralbuild.contract.manifest import ModelFile, ModelManifest
 from ralbuild.contract.vocab import write_vocab
 from ralbuild.digests import DigestCache, FileDigests, scan_file
-from ralbuild.errors import Problem, WeightsError
+from ralbuild.errors import WeightsError
+from ralbuild.weights import architecture, dialect, hooks, layout, special
+from ralbuild.weights.families import Family, families
 from ralbuild.weights.files import (
     SHIPPED_FILES,
+    Folder,
     open_folder,
+    promised_sha256,
     read_json,
     read_small,
-    refuse_code,
-    regular_files,
 )
-from ralbuild.weights.safetensors import Header, majority_dtype, read_header
+from ralbuild.weights.findings import Finding, Findings, FoundError
+from ralbuild.weights.safetensors import Header, Tensor, majority_dtype, read_header
+from ralbuild.weights.template import Template, check_template, find_template
 from ralbuild.weights.tokenizer import Vocabulary, read_vocabulary
+from ralbuild.weights.values import ValueScan, judge, read_verdict
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+Progress = Callable[[int, int], None]
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight")
 
 
@@ -50,6 +55,7 @@ class ScannedModel:
         files: small files that go into the image, with their bytes.
         vocabulary: token bytes and ids.
         left_out: names in the folder that do not go into the image.
+        findings: warnings and notes, worst first.
     """
 
     manifest: ModelManifest
@@ -57,6 +63,7 @@ class ScannedModel:
     files: tuple[tuple[str, bytes], ...]
     vocabulary: Vocabulary
     left_out: tuple[str, ...]
+    findings: tuple[Finding, ...] = field(default=())
 
     @property
     def weight_bytes(self) -> int:
@@ -64,252 +71,313 @@ class ScannedModel:
         return sum(shard.size for shard in self.shards)
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one run found.
+
+    Attributes:
+        findings: all of them, worst first.
+        model: the scanned folder; None when an error keeps it from being one.
+        skipped: why weights were not read, or an empty text.
+    """
+
+    findings: tuple[Finding, ...]
+    model: ScannedModel | None
+    skipped: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True when there is an error."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+
 def scan_model(
     folder: Path,
     cache: DigestCache,
     mtime: int,
-    progress: Callable[[int, int], None],
+    progress: Progress,
     *,
     rehash: bool = False,
     jobs: int = 2,
 ) -> ScannedModel:
-    """Check a model folder and hash its weights.
+    """Check a model folder and hash its weights; stop before reading them once an error is known.
+
+    Args: as of `verify_folder`.
+
+    Raises:
+        FoundError: with every finding, when there is an error.
+        WeightsError: when there is no folder at all.
+    """
+    verdict = verify_folder(folder, cache, mtime, progress, rehash=rehash, jobs=jobs, fail_fast=True)
+    if verdict.failed or verdict.model is None:
+        raise FoundError(verdict.findings)
+    return verdict.model
+
+
+def verify_folder(
+    folder: Path,
+    cache: DigestCache,
+    mtime: int,
+    progress: Progress,
+    *,
+    rehash: bool = False,
+    jobs: int = 2,
+    fail_fast: bool = False,
+) -> Verdict:
+    """Run every check.
 
     Args:
         folder: a Hugging Face folder, or a ``models--org--name`` root of its cache.
-        cache: digests that are known; a known file's data is not read.
-        mtime: time of the entries in weight layers, seconds since 1970.
-        progress: called with (bytes done, bytes in all).
-        rehash: read every byte even when the cache knows it.
-        jobs: files read at once.
+        cache: digests and verdicts that are known; a known file's data is not read.
+        mtime: of the layers' entries, in seconds since 1970.
+        progress: called with bytes done and bytes in all.
+        rehash: read every weight byte, whatever the cache knows.
+        jobs: files read at the same time.
+        fail_fast: do not read weights once an error is known, and stop at the first bad file.
 
     Raises:
-        WeightsError: with every problem of the first stage that finds one.
+        WeightsError: when there is no folder at all.
     """
-    root = open_folder(folder)
-    files = regular_files(root)
-    configs = {
-        name: read_json(files[name], name)
-        for name in SHIPPED_FILES
-        if name in files and name.endswith(".json")
-    }
-    _need(files, root)
-    refuse_code(files, configs)
-    names = _weight_names(files)
-    headers = {name: read_header(files[name]) for name in names}
-    _check_index(files, headers)
-    vocabulary = read_vocabulary(files["tokenizer.json"])
-    facts = _Facts(configs, headers, vocabulary)
-    facts.check()
-    digests = _hash(files, names, cache, mtime, progress, rehash=rehash, jobs=jobs)
-    shards = tuple(
-        WeightShard(files[name], name, files[name].stat().st_size, digests[name]) for name in names
-    )
-    small = tuple((name, read_small(files[name], name)) for name in SHIPPED_FILES if name in files)
-    manifest = facts.manifest(shards, small)
-    left_out = tuple(
-        name for name in files if name not in names and name not in SHIPPED_FILES and name != INDEX
-    )
-    return ScannedModel(manifest, shards, small, vocabulary, left_out)
+    findings = Findings()
+    check = _Check(open_folder(folder, findings), findings)
+    check.read_small_files()
+    check.read_headers()
+    check.check_names_and_shapes()
+    vocabulary, template = check.read_tokenizer()
+    left_out = layout.left_out(check.folder, check.layout, findings)
+    if fail_fast and findings.failed:
+        return Verdict(findings.sorted(), None, "weights were not read: the folder has errors already")
+    read = _Reading(check, cache, mtime, progress, rehash=rehash, fail_fast=fail_fast)
+    shards = read.run(jobs)
+    if findings.failed or vocabulary is None:
+        return Verdict(findings.sorted(), None)
+    manifest = check.manifest(shards, vocabulary, template)
+    found = findings.sorted()
+    model = ScannedModel(manifest, shards, tuple(check.small.items()), vocabulary, left_out, found)
+    return Verdict(found, model)
 
 
-def _need(files: dict[str, Path], root: Path) -> None:
-    problems = [
-        Problem(f"the model folder lacks {name}", str(root), hint)
-        for name, hint in (
-            ("config.json", "give a Hugging Face model folder"),
-            (
-                "tokenizer.json",
-                "convert the tokenizer with transformers: AutoTokenizer(...).save_pretrained()",
-            ),
-        )
-        if name not in files
-    ]
-    if problems:
-        raise WeightsError.of(problems)
+class _Check:
+    """One run: what was read so far, and the checks that need no weight byte."""
 
+    def __init__(self, folder: Folder, findings: Findings) -> None:
+        self.folder = folder
+        self.findings = findings
+        self.configs: dict[str, dict[str, Any]] = {}
+        self.small: dict[str, bytes] = {}
+        self.headers: dict[str, Header] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.layout = layout.Layout((), {}, {})
+        self.family: Family | None = None
+        self.promise: architecture.Promise | None = None
 
-def _weight_names(files: dict[str, Path]) -> list[str]:
-    """Return the weight files of the layout in use: one file, or the shards that the index names."""
-    if INDEX in files and SINGLE in files:
-        raise WeightsError(
-            f"both {SINGLE} and {INDEX} are there; loaders disagree on which one counts",
-            place=INDEX,
-            hint="remove the one that is not meant",
-        )
-    if SINGLE in files:
-        return [SINGLE]
-    if INDEX in files:
-        names = sorted(set(_weight_map(files).values()))
-        missing = [name for name in names if name not in files]
-        if missing:
-            raise WeightsError.of(
-                [
-                    Problem("the index names this shard, but it is missing", name, "download it")
-                    for name in missing
-                ]
-            )
-        return names
-    others = [name for name in files if name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf"))]
-    found = f"found {', '.join(others)}" if others else "found no weights"
-    raise WeightsError(
-        f"needs {SINGLE} or shards with {INDEX}; {found}",
-        place="model folder",
-        hint="save the model with safetensors" if others else "is this the right folder?",
-    )
+    def read_small_files(self) -> None:
+        """Read what the image ships besides weights."""
+        files = self.folder.files
+        tokenizer_hint = "" if "tokenizer.json" in files else _slow_tokenizer(files)
+        if "config.json" not in files:
+            self.findings.add("W203", "the model folder lacks config.json")
+        if "tokenizer.json" not in files:
+            what = f"the model folder lacks tokenizer.json{tokenizer_hint}"
+            self.findings.add("W204", what)
+        for name in SHIPPED_FILES:
+            if name not in files:
+                continue
+            data = read_small(files[name], name, self.findings)
+            if data is None:
+                continue
+            self.small[name] = data
+            if name.endswith(".json"):
+                config = read_json(data, name, self.findings)
+                if config is not None:
+                    self.configs[name] = config
+        configs = {name: config for name, config in self.configs.items() if name != "tokenizer.json"}
+        hooks.check_code(self.folder, configs, self.findings)
 
+    def read_headers(self) -> None:
+        """Find the weight files, read their headers and compare them with the index."""
+        self.layout = layout.find_layout(self.folder, self.findings)
+        for name in self.layout.names:
+            header = read_header(self.folder.files[name], name, self.findings)
+            if header is not None:
+                self.headers[name] = header
+        layout.compare_index(self.layout, self.headers, self.findings)
+        for header in self.headers.values():
+            for tensor in header.tensors:
+                self.tensors.setdefault(tensor.name, tensor)
 
-def _weight_map(files: dict[str, Path]) -> dict[str, str]:
-    weight_map = read_json(files[INDEX], INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError("needs a weight_map that is not empty", place=INDEX)
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
-            raise WeightsError(
-                f"{name!r} is not the name of a shard in this folder", place=f"{INDEX}: {tensor}"
-            )
-    return weight_map
+    @property
+    def whole(self) -> bool:
+        """True when no weight file is missing or unreadable."""
+        named = set(self.layout.weight_map.values()) or set(self.layout.names)
+        return bool(named) and set(self.headers) == named
 
+    def check_names_and_shapes(self) -> None:
+        """Compare config and tensors."""
+        config = self.configs.get("config.json")
+        plain = hooks.check_formats(self.folder, config or {}, self.tensors.values(), self.findings)
+        if config is None:
+            return
+        self.family = dialect.check_names(config, families(), self.findings)
+        dialect.check_settings(config, self.family, self.findings)
+        if not plain:
+            return
+        dialect.check_dtypes(config, self.tensors.values(), self.findings)
+        if self.family is not None:
+            self.promise = architecture.read_promise(self.family, config, self.findings)
+        if self.promise is not None:
+            architecture.compare(self.promise, self.tensors, whole=self.whole, findings=self.findings)
+        elif self.family is None:
+            self._check_embedding(config)
 
-def _check_index(files: dict[str, Path], headers: dict[str, Header]) -> None:
-    """Compare index and shards both ways: every tensor is in the file that the index names, and no other."""
-    problems: list[Problem] = []
-    where: dict[str, str] = {}
-    for name, header in headers.items():
-        for tensor in header.tensors:
-            if tensor.name in where:
-                problems.append(Problem(f"also in {where[tensor.name]}", f"{name}: {tensor.name}"))
-            where[tensor.name] = name
-    if INDEX in files:
-        weight_map = _weight_map(files)
-        for tensor_name, name in weight_map.items():
-            if where.get(tensor_name) != name:
-                found = where.get(tensor_name, "no shard")
-                problems.append(
-                    Problem(f"the index says {name}, found in {found}", f"{INDEX}: {tensor_name}")
-                )
-        problems += [
-            Problem("in the shard but not in the index", f"{name}: {tensor_name}")
-            for tensor_name, name in where.items()
-            if tensor_name not in weight_map
-        ]
-    if problems:
-        raise WeightsError.of(problems[:50])
-
-
-def _hash(
-    files: dict[str, Path],
-    names: list[str],
-    cache: DigestCache,
-    mtime: int,
-    progress: Callable[[int, int], None],
-    *,
-    rehash: bool,
-    jobs: int,
-) -> dict[str, FileDigests]:
-    total = sum(files[name].stat().st_size for name in names)
-    done = 0
-
-    def step(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
-
-    def scan(name: str) -> FileDigests:
-        # The name in the image is the one in the folder, not the blob that a link leads to.
-        return scan_file(files[name], cache, mtime, step, name=name, rehash=rehash)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return dict(zip(names, pool.map(scan, names), strict=True))
-
-
-class _Facts:
-    """What config, headers and tokenizer say together."""
-
-    def __init__(
-        self, configs: dict[str, dict[str, Any]], headers: dict[str, Header], vocabulary: Vocabulary
-    ) -> None:
-        self.config = configs["config.json"]
-        self.generation = configs.get("generation_config.json", {})
-        self.tokenizer = configs.get("tokenizer_config.json", {})
-        self.tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
-        self.vocabulary = vocabulary
-        self.vocab_size = self.config.get("vocab_size")
-
-    def check(self) -> None:
-        problems = [*self._check_names(), *self._check_embedding(), *self._check_ids()]
-        if problems:
-            raise WeightsError.of(problems)
-
-    def _check_names(self) -> list[Problem]:
-        problems = []
-        if not isinstance(self.config.get("model_type"), str):
-            problems.append(Problem("lacks model_type", "config.json"))
-        architectures = self.config.get("architectures")
-        if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
-            problems.append(Problem("lacks architectures", "config.json"))
-        if type(self.vocab_size) is not int or self.vocab_size < 1:
-            problems.append(
-                Problem(f"vocab_size must be a positive number, found {self.vocab_size!r}", "config.json")
-            )
-        if self.config.get("quantization_config"):
-            hint = "use the unquantised weights"
-            problems.append(
-                Problem("quantised checkpoints are not supported in this version", "config.json", hint)
-            )
-        return problems
-
-    def _check_embedding(self) -> list[Problem]:
+    def _check_embedding(self, config: Mapping[str, Any]) -> None:
+        rows = config.get("vocab_size")
         for name in EMBEDDINGS:
             tensor = self.tensors.get(name)
-            if tensor is not None and tensor.shape[:1] != (self.vocab_size,):
-                rows = tensor.shape[0] if tensor.shape else 0
-                return [Problem(f"has {rows} rows, but config.json says vocab_size {self.vocab_size}", name)]
-        return []
+            if tensor is not None and tensor.shape[:1] != (rows,):
+                found = tensor.shape[0] if tensor.shape else 0
+                what = f"has {found} rows, but config.json says vocab_size {rows}"
+                self.findings.add("W304", what, tensor=name, found=found, needed=rows)
 
-    def _check_ids(self) -> list[Problem]:
-        size = len(self.vocabulary.tokens)
-        if type(self.vocab_size) is int and size > self.vocab_size:
-            return [
-                Problem(f"knows {size} ids, but the embedding has {self.vocab_size} rows", "tokenizer.json")
-            ]
-        ids = self.eos_ids()
-        if not ids:
-            hint = "set eos_token_id in generation_config.json"
-            return [Problem("no end-of-text token is named anywhere", "config.json", hint)]
-        return [
-            Problem(f"eos_token_id {number} is outside the vocabulary of {size}", "config.json")
-            for number in ids
-            if number >= size
-        ]
-
-    def eos_ids(self) -> tuple[int, ...]:
-        """Return the union of what the three files call the end of a text."""
-        ids: set[int] = set()
-        for source in (self.config, self.generation):
-            value = source.get("eos_token_id")
-            ids.update(item for item in (value if isinstance(value, list) else [value]) if type(item) is int)
-        token = self.tokenizer.get("eos_token")
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str) and content in self.vocabulary.ids:
-            ids.add(self.vocabulary.ids[content])
-        return tuple(sorted(ids))
+    def read_tokenizer(self) -> tuple[Vocabulary | None, Template | None]:
+        """Read tokenizer and template, and check the special tokens."""
+        data = self.configs.get("tokenizer.json")
+        vocabulary = None
+        if data is not None:
+            vocabulary = read_vocabulary(data, self.small["tokenizer.json"], self.findings)
+        template = find_template(self.small, self.configs, self.findings)
+        if vocabulary is not None:
+            special.check_special(self.configs, vocabulary, self.findings)
+            if template is not None:
+                check_template(template, self.configs, vocabulary, self.findings)
+        return vocabulary, template
 
     def manifest(
-        self, shards: tuple[WeightShard, ...], small: tuple[tuple[str, bytes], ...]
+        self, shards: tuple[WeightShard, ...], vocabulary: Vocabulary, template: Template | None
     ) -> ModelManifest:
-        positions = self.config.get("max_position_embeddings", self.config.get("n_positions"))
+        """Return the facts that the image is bound to."""
+        config = self.configs["config.json"]
+        positions = config.get("max_position_embeddings", config.get("n_positions"))
         return ModelManifest(
-            architecture=self.config["architectures"][0],
-            model_type=self.config["model_type"],
-            dtype=majority_dtype(iter(self.tensors.values())),
+            architecture=config["architectures"][0],
+            model_type=config["model_type"],
+            dtype=majority_dtype(self.tensors.values()),
             parameters=sum(tensor.elements for tensor in self.tensors.values()),
             tensors=len(self.tensors),
             weights=tuple(ModelFile(shard.name, shard.size, shard.digests.sha256) for shard in shards),
-            files=tuple(ModelFile(name, len(data), sha256_hex(data)) for name, data in small),
-            vocab_size=int(self.vocab_size or 0),
-            tokenizer_size=len(self.vocabulary.tokens),
-            tokenizer_sha256=hashlib.sha256(write_vocab(self.vocabulary.tokens)).hexdigest(),
-            eos_token_ids=self.eos_ids(),
+            files=tuple(ModelFile(name, len(data), sha256_hex(data)) for name, data in self.small.items()),
+            vocab_size=int(config["vocab_size"]),
+            tokenizer_size=len(vocabulary.tokens),
+            tokenizer_sha256=hashlib.sha256(write_vocab(vocabulary.tokens)).hexdigest(),
+            eos_token_ids=special.end_ids(self.configs, vocabulary),
             max_positions=positions if type(positions) is int else 0,
+            tokenizer_fingerprint=vocabulary.fingerprint,
+            template_sha256=template.sha256 if template is not None else "",
         )
+
+
+def _slow_tokenizer(files: Mapping[str, Path]) -> str:
+    slow = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model") if name in files]
+    return f"; {slow[0]} alone is not enough" if slow else ""
+
+
+class _StoppedError(Exception):
+    """A file is not read to its end: another one failed, or the user said so."""
+
+
+class _Reading:
+    """The one read of every weight file: digests and values."""
+
+    def __init__(
+        self,
+        check: _Check,
+        cache: DigestCache,
+        mtime: int,
+        progress: Progress,
+        *,
+        rehash: bool,
+        fail_fast: bool,
+    ) -> None:
+        self.check = check
+        self.cache = cache
+        self.mtime = mtime
+        self.progress = progress
+        self.rehash = rehash
+        self.fail_fast = fail_fast
+        self.names = tuple(check.headers)
+        self.total = sum(check.folder.files[name].stat().st_size for name in self.names)
+        self.done = 0
+        self.lock = threading.Lock()
+        self.stop = threading.Event()
+        self.tied = architecture.tied_pair(check.promise, check.tensors)
+
+    def run(self, jobs: int) -> tuple[WeightShard, ...]:
+        """Read every file; findings are recorded in the order of the names, whichever ends first."""
+        with ThreadPoolExecutor(max(1, jobs)) as pool:
+            try:
+                results = list(pool.map(self._read, self.names))
+            except BaseException:
+                self.stop.set()
+                raise
+        findings = self.check.findings
+        tied: dict[str, str] = {}
+        shards: list[WeightShard] = []
+        for name, result in zip(self.names, results, strict=True):
+            if result is None:
+                continue
+            if isinstance(result, WeightsError):
+                findings.add("W225", result.problems[0].message, file=name)
+                continue
+            path = self.check.folder.files[name]
+            shards.append(WeightShard(path, name, path.stat().st_size, result))
+            tied |= self._judge(name, result, findings)
+        if self.check.promise is not None:
+            architecture.check_tied_copy(self.check.promise, tied, findings)
+        return tuple(shards)
+
+    def _read(self, name: str) -> FileDigests | WeightsError | None:
+        header = self.check.headers[name]
+        hashed = self.tied & {tensor.name for tensor in header.tensors}
+        observer = ValueScan(header, hashed)
+        path = self.check.folder.files[name]
+        try:
+            # The name in the image is the one in the folder, not the blob that a link leads to.
+            digests = scan_file(
+                path,
+                self.cache,
+                self.mtime,
+                self._step,
+                name=name,
+                rehash=self.rehash,
+                observer=observer,
+            )
+        except _StoppedError:
+            return None
+        except WeightsError as error:
+            return error
+        if self.fail_fast:
+            trial = Findings()
+            self._judge(name, digests, trial)
+            if trial.failed:
+                self.stop.set()
+        return digests
+
+    def _step(self, count: int) -> None:
+        if self.stop.is_set():
+            raise _StoppedError
+        with self.lock:
+            self.done += count
+            self.progress(self.done, self.total)
+
+    def _judge(self, name: str, digests: FileDigests, findings: Findings) -> dict[str, str]:
+        """Record what a file's values came to; return the digests of the tensors asked for."""
+        promised = promised_sha256(self.check.folder.files[name])
+        if promised and promised != digests.sha256:
+            what = f"has sha256 {digests.sha256}, its name in the cache says {promised}"
+            findings.add("W223", what, file=name, found=digests.sha256, needed=promised)
+        verdict = read_verdict(digests.verdict, self.check.headers[name])
+        if verdict is None:
+            findings.add("W225", "its header changed after it was checked", file=name)
+            return {}
+        judge(verdict, name, self.check.family, findings)
+        return verdict.digests

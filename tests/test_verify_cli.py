@@ -1,0 +1,194 @@
+"""`ralbuild verify` from the outside: formats, exit codes, options."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+from model_factory import edit_json, write_model
+
+from ralbuild.cli.main import main
+from ralbuild.weights.rules import FAMILIES, RULES, reference
+
+ROOT = Path(__file__).parent.parent
+
+SARIF = {  # the part of the SARIF 2.1.0 schema that our log uses, by its text
+    "type": "object",
+    "required": ["version", "runs"],
+    "properties": {
+        "version": {"const": "2.1.0"},
+        "runs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["tool", "results"],
+                "properties": {
+                    "tool": {
+                        "type": "object",
+                        "required": ["driver"],
+                        "properties": {
+                            "driver": {
+                                "type": "object",
+                                "required": ["name"],
+                                "properties": {
+                                    "rules": {
+                                        "type": "array",
+                                        "uniqueItems": True,
+                                        "items": {"required": ["id"]},
+                                    }
+                                },
+                            }
+                        },
+                    },
+                    "results": {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": ["message"],
+                            "properties": {
+                                "level": {"enum": ["none", "note", "warning", "error"]},
+                                "message": {"type": "object", "required": ["text"]},
+                                "ruleIndex": {"type": "integer", "minimum": -1},
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    return write_model(tmp_path / "model")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main(["verify", "--quiet", *map(str, words)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_a_healthy_folder_ends_with_0(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--model", model, "--strict")
+    assert code == 0
+    assert "0 errors, 0 warnings" in out
+    assert "LlamaForCausalLM" in out
+
+
+def test_errors_end_with_3_and_are_all_printed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_json(model / "config.json", lambda c: c.update(num_hidden_layers=3, rms_norm_eps=0.5))
+    code, out, err = run(capsys, "--model", model)
+    assert code == 3
+    assert "Traceback" not in err
+    assert [rule for rule in re.findall(r"W\d{3}", out) if rule in ("W311", "W321")] == ["W311", "W321"]
+
+
+def test_a_warning_is_an_error_only_when_strict(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_json(model / "config.json", lambda c: c.update(rms_norm_eps=0.5))
+    assert run(capsys, "--model", model)[0] == 0
+    assert run(capsys, "--model", model, "--strict")[0] == 3
+    assert run(capsys, "--model", model, "--strict", "--ignore", "W321")[0] == 0
+    assert run(capsys, "--model", model, "--strict", "--ignore", "odd-epsilon")[0] == 0
+
+
+def test_json_holds_the_manifest_and_every_finding(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_json(model / "config.json", lambda c: c.update(rms_norm_eps=0.5))
+    code, out, _ = run(capsys, "--model", model, "--format", "json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["passed"] is True
+    assert answer["manifest"]["model_type"] == "llama"
+    finding = next(item for item in answer["findings"] if item["id"] == "W321")
+    assert finding["severity"] == "warning"
+    assert finding["file"] == "config.json"
+    assert finding["found"] == "0.5"
+
+
+def test_sarif_and_github_name_the_rule_and_the_file(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_json(model / "config.json", lambda c: c.update(rms_norm_eps=0.5, tie_word_embeddings=False))
+    code, out, _ = run(capsys, "--model", model, "--format", "sarif")
+    log = json.loads(out)
+    assert code == 3
+    jsonschema.validate(log, SARIF)
+    results = log["runs"][0]["results"]
+    rules = log["runs"][0]["tool"]["driver"]["rules"]
+    assert all(rules[item["ruleIndex"]]["id"] == item["ruleId"] for item in results)
+    head = next(item for item in results if item["ruleId"] == "W314")
+    assert head["locations"][0]["logicalLocations"][0]["name"] == "lm_head.weight"
+    code, out, _ = run(capsys, "--model", model, "--format", "github")
+    assert code == 3
+    assert re.search(r"^::error title=W314 no-head::lm_head.weight", out, re.MULTILINE)
+    assert re.search(r"^::warning file=config.json,title=W321 odd-epsilon::", out, re.MULTILINE)
+
+
+def test_names_from_the_file_cannot_write_to_the_terminal_or_the_log(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit_json(model / "config.json", lambda c: c.update(hidden_act="\x1b[2J\n::error::forged"))
+    for form in ("text", "github"):
+        _, out, _ = run(capsys, "--model", model, "--format", form)
+        assert "\x1b" not in out
+        assert not re.search(r"^::error::forged", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--model", "nowhere"), 3),
+        ((), 2),
+        (("--model", "model", "--ignore", "W999"), 2),
+        (("--model", "model/config.json"), 3),
+        (("--model", "model", "--config", "nowhere.yaml"), 2),
+    ],
+)
+def test_a_wrong_call_is_one_error(
+    words: tuple[str, ...],
+    code: int,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(model.parent)
+    got, out, err = run(capsys, *words)
+    assert got == code
+    assert out == ""
+    assert err.count("error:") == 1
+
+
+def test_the_config_is_checked_with_the_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = model.parent / "c.yaml"
+    config.write_text('version: "0.3"\nmodel: m\nmax_seq_len: 100000\n')
+    code, _, err = run(capsys, "--model", model, "--config", config)
+    assert code == 2
+    assert "512 positions" in err
+
+
+def test_the_reference_page_is_the_one_in_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--reference")
+    assert code == 0
+    assert out == reference() == (ROOT / "docs" / "verify.md").read_text()
+
+
+def test_every_rule_has_its_own_id_and_name_and_lies_in_its_family() -> None:
+    rules = [rule for family in FAMILIES for rule in family.rules]
+    assert len(rules) == len(RULES) == len({rule.name for rule in rules})
+    for family in FAMILIES:
+        numbers = [rule.id for rule in family.rules]
+        assert all(re.fullmatch(rf"{family.id}\d\d", number) for number in numbers)
+        assert numbers == sorted(numbers)
+
+
+def test_every_rule_that_the_code_names_exists_and_the_other_way_round() -> None:
+    done = subprocess.run(
+        ["grep", "-rhoE", '"W[0-9]{3}"', str(ROOT / "ralbuild" / "weights"), str(ROOT / "ralbuild" / "cli")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    named = {word.strip('"') for word in done.stdout.split()}
+    assert named == set(RULES)
