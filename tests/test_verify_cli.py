@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
-from model_factory import edit_json, write_model
+from model_factory import edit_json, read_tensors, write_model
 
 from ralbuild.cli.main import main
 from ralbuild.weights.rules import FAMILIES, RULES, reference
@@ -192,3 +194,36 @@ def test_every_rule_that_the_code_names_exists_and_the_other_way_round() -> None
     )  # fmt: skip
     named = {word.strip('"') for word in done.stdout.split()}
     assert named == set(RULES)
+
+
+def test_an_interrupt_ends_the_read_of_a_large_file(model: Path) -> None:
+    size = 200 << 30
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    header = json.dumps({name: {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    big = model / "big.safetensors"
+    with big.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    (model / "model.safetensors").rename(model / "small.safetensors")
+    names = [*read_tensors(model / "small.safetensors")]
+    index = {"weight_map": {**dict.fromkeys(names, "small.safetensors"), name: big.name}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    command = [
+        sys.executable,
+        "-m",
+        "ralbuild.cli.main",
+        "verify",
+        "--model",
+        str(model),
+        "--progress",
+        "json",
+    ]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    while '"progress"' not in child.stderr.readline():
+        assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=120)  # hashing 200 GB takes longer than that
+    assert child.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err

@@ -23,6 +23,7 @@ VERBS = {
     "doctor": "say what this machine has and lacks",
     "schema": "print the JSON Schema of the config",
     "verify": "check a model folder",
+    "import": "convert a GGUF file to a model folder",
     "explain": "print which rules a route gets, and in what order",
     "compile": "compile rules and kernels into .ral_cache",
     "render": "write the Dockerfile, entrypoint and build context",

@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a finding that does not count; repeatable",
     )
     parser.add_argument("--fail-fast", action="store_true", help="do not read weights once an error is known")
+    parser.add_argument(
+        "--canary",
+        nargs=2,
+        metavar=("ACTION", "FILE"),
+        help="write FILE or check FILE: the model's greedy tokens on the CPU",
+    )
     parser.add_argument("--reference", action="store_true", help="print what every finding means, and stop")
     add_report_options(parser)
 
@@ -53,7 +59,10 @@ def run(options: argparse.Namespace) -> int:
     if options.model is None:
         raise UsageError("needs --model DIR", hint="see `ralbuild verify --help`")
     from ralbuild.pipeline import check_config, check_model
+    from ralbuild.weights.findings import ordered
 
+    if options.canary and options.canary[0] not in ("write", "check"):
+        raise UsageError(f"needs write or check, found {options.canary[0]!r}", place="--canary")
     ignored = _ignored(options.ignore)
     loaded = check_config(options.config) if options.config is not None else None
     verdict = check_model(
@@ -61,13 +70,31 @@ def run(options: argparse.Namespace) -> int:
     )
     if loaded is not None and verdict.model is not None:
         check_config(options.config, verdict.model)
-    findings = tuple(item for item in verdict.findings if item.rule.id not in ignored)
+    found = verdict.findings
+    if options.canary and verdict.model is not None:
+        found = ordered((*_canary(options.canary[0], Path(options.canary[1]), options.model), *found))
+    findings = tuple(item for item in found if item.rule.id not in ignored)
     bad = ("error", "warning") if options.strict else ("error",)
     passed = not any(item.severity in bad for item in findings)
     text = _printed(options, findings, verdict, passed=passed)
     if text:
         print(text)
     return 0 if passed else WeightsError.exit_code
+
+
+def _canary(action: str, file: Path, model: Path) -> tuple[Finding, ...]:
+    """Write or check the canary of a folder that has no error; return what was found."""
+    from ralbuild.weights import canary
+    from ralbuild.weights.files import open_folder
+    from ralbuild.weights.findings import Findings
+
+    findings = Findings()
+    root = open_folder(model, findings).root
+    if action == "write":
+        canary.write_canary(root, file)
+    else:
+        canary.check_canary(root, file, findings)
+    return findings.sorted()
 
 
 def _ignored(words: list[str]) -> set[str]:
