@@ -106,7 +106,7 @@ def test_a_user_kernel_wins_over_the_built_in_only_when_its_file_defines_it(tmp_
 
 def test_missing_file_and_folder_are_config_errors(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
-        with pytest.raises(ConfigError, match="no such file|is not a file"):
+        with pytest.raises(ConfigError, match=r"no such file|is not a file"):
             load_config(path)
 
 

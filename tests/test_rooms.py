@@ -24,7 +24,7 @@ DOORS = {
     "yaml": {"config/strict_yaml.py"},
     "pydantic": {"config/model.py", "config/load.py"},
     "pydantic_core": {"config/load.py"},
-    "jinja2": {"render.py", "runtime/chat.py"},
+    "jinja2": {"render.py", "runtime/chat.py", "weights/template_worker.py"},
     "rich": {"report.py"},
     "triton": {"compile/worker.py", "kernels/transduce.py", "kernels/sample.py"},
     "tokenizers": {"weights/tokenizer.py", "runtime/tokens.py"},

@@ -243,7 +243,9 @@ def _prove(
 
     try:
         tokenizer = Tokenizer.from_str(source.decode())
-    except Exception as error:  # the library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # bare Exception, and a Rust panic, which is no Exception
         findings.add("W514", f"the tokenizers library refuses it: {error}", file=NAME)
         return None
     tokenizer.no_truncation()
@@ -252,7 +254,9 @@ def _prove(
         probed = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES]
         added = tokenizer.encode("a").ids
         theirs = tokenizer.decode(probed[0], skip_special_tokens=True)
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
         findings.add("W514", f"the tokenizers library fails on a probe text: {error}", file=NAME)
         return None
     if any(number >= len(tokens) for number in probed[0]):
