@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ralbuild.digests import DigestCache
+from ralbuild.digests import DigestCache, make_cache_folder
 from ralbuild.errors import HostError, UsageError
 from ralbuild.image.assemble import assemble_image
 from ralbuild.image.base.apt import DebianPackage, PrivateApt
@@ -87,7 +87,7 @@ def _fetch(target: str, lock: Lock, report: Report, *, refresh: bool) -> Sources
         apt.update()
     debian, archives = fetch_debian(apt)
     folder = cache_dir() / "wheels"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_cache_folder(folder)
     return Sources(target, lock, debian, archives, fetch_wheels(lock.wheels, folder, report))
 
 
