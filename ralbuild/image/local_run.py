@@ -25,12 +25,12 @@ from ralbuild.errors import HostError, ImageError
 from ralbuild.image import namespace
 from ralbuild.image.base.files import cache_dir, exclusive
 from ralbuild.image.base.report import Report
-from ralbuild.image.disk import check_room, host_errors
+from ralbuild.image.disk import check_room, host_errors, remove_tree
 from ralbuild.image.namespace import Job
 from ralbuild.image.oci import Descriptor
 from ralbuild.image.reader import open_image
 from ralbuild.image.treepython import inside, python_command, python_home
-from ralbuild.image.unpack import LayerStore, make_folder, make_tree, remove_tree
+from ralbuild.image.unpack import LayerStore, make_folder, make_tree
 
 Mode = Literal["auto", "namespace", "direct"]
 

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import IO
 
 from ralbuild.contract.codec import FormatError, canonical_json, parse_json
+from ralbuild.digests import open_regular
 from ralbuild.errors import ImageError
+from ralbuild.image.disk import remove_tree
 from ralbuild.image.oci import LAYER_TYPE, Descriptor
 from ralbuild.image.reader import StoredImage
 from ralbuild.image.treepython import inside
@@ -90,7 +92,8 @@ class LayerStore:
         """Return the entries of a layer that is here, in their order."""
         path = self.place(layer) / _ENTRIES
         try:
-            value = parse_json(path.read_bytes(), path.name)
+            with open_regular(path, follow=False) as file:
+                value = parse_json(file.read(), path.name)
             return tuple(LayerEntry(*item) for item in value)
         except (OSError, FormatError, TypeError) as error:
             raise ImageError(f"cannot be read: {error}", place=str(path), hint="remove its folder") from None
@@ -188,14 +191,6 @@ def make_folder(path: Path) -> None:
     """Make a folder that every user can enter, whatever the umask: the program may run as another one."""
     path.mkdir()
     path.chmod(0o755)
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it; nothing there is fine."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _read_layer(image: StoredImage, layer: Descriptor, folder: Path) -> list[LayerEntry]:

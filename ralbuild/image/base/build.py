@@ -38,7 +38,8 @@ def ensure_base(target: str, report: Report) -> Path:
     """
     lock = _lock(target)
     store = _store()
-    found = store.newest(target, lock)
+    with host_errors(store.folder, ROOM):
+        found = store.newest(target, lock)
     if found is not None:
         return found
     return _build(target, lock, store, report, refresh=False)
