@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from ralbuild.contract.codec import FormatError, canonical_json, parse_json
-from ralbuild.digests import open_regular
+from ralbuild.digests import make_cache_folder, open_regular
 from ralbuild.errors import ImageError
 from ralbuild.image.disk import remove_tree
 from ralbuild.image.oci import LAYER_TYPE, Descriptor
@@ -75,18 +75,28 @@ class LayerStore:
         place = self.place(layer)
         if self.has(layer):
             return False
-        temporary = self.folder / f".{place.name}"
+        with self.read_again(image, layer) as temporary:
+            remove_tree(place)
+            temporary.rename(place)
+        return True
+
+    @contextlib.contextmanager
+    def read_again(self, image: StoredImage, layer: Descriptor) -> Iterator[Path]:
+        """Read a layer into a folder that goes at the end of the body unless it was renamed."""
+        temporary = self.folder / f".{self.place(layer).name}"
         remove_tree(temporary)
-        temporary.mkdir(parents=True)
+        make_cache_folder(temporary)
         try:
             entries = _read_layer(image, layer, temporary)
             rows = [[item.kind, item.path, item.mode, item.target, item.number] for item in entries]
             (temporary / _ENTRIES).write_bytes(canonical_json(rows))
-            remove_tree(place)
-            temporary.rename(place)
+            yield temporary
         finally:
             remove_tree(temporary)
-        return True
+
+    def remove(self, layer: Descriptor) -> None:
+        """Forget a layer."""
+        remove_tree(self.place(layer))
 
     def entries(self, layer: Descriptor) -> tuple[LayerEntry, ...]:
         """Return the entries of a layer that is here, in their order."""
