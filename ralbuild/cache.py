@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from ralbuild.errors import CacheError
 
 SCHEMA = "ralbuild.cache/1"
 MAX_INDEX_BYTES = 1 << 20
+MAX_OBJECT_BYTES = 1 << 32
 _PARTIAL = ".partial-"
 
 
@@ -156,7 +158,10 @@ class Cache:
         """Put a whole file in place, or keep an object in memory when the disk does not take it."""
         if self.trusted:
             try:
-                _replace(self._path(folder, name), data)
+                place = self._path(folder, name)
+                if place.is_dir() and not place.is_symlink():
+                    shutil.rmtree(place)  # no build leaves one; it would block the name for good
+                _replace(place, data)
                 return
             except OSError as error:
                 if not self._write_failed:
@@ -193,7 +198,8 @@ class Cache:
         for path in self.root.glob(f"*/{_PARTIAL}*"):
             process = path.name.removeprefix(_PARTIAL).split("-")[0]
             if not Path("/proc", process).exists():
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # a folder, which no build leaves
+                    path.unlink()
 
 
 def _distrust(found: os.stat_result) -> str:
@@ -215,12 +221,15 @@ def _read_file(path: Path, limit: int) -> bytes:
         raise
     except OSError as error:
         raise _UnusableError(f"{path.name} cannot be opened: {error.strerror}") from None
-    with os.fdopen(handle, "rb") as file:
+    try:
         found = os.fstat(handle)
         reason = _distrust(found)
         if reason or not stat.S_ISREG(found.st_mode):
             raise _UnusableError(f"{path.name} {reason or 'is not a regular file'}")
-        return file.read(limit + 1)
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read(min(limit, found.st_size) + 1)
+    finally:
+        os.close(handle)
 
 
 def _parse_index(data: bytes, key: str) -> dict[str, ObjectRef]:
@@ -236,7 +245,7 @@ def _parse_index(data: bytes, key: str) -> dict[str, ObjectRef]:
     except (FormatError, KeyError, TypeError, AttributeError) as error:
         raise _UnusableError(f"the index is not readable ({type(error).__name__})") from None
     for ref in refs.values():
-        if not _is_digest(ref.sha256) or not isinstance(ref.size, int) or ref.size < 0:
+        if not _is_digest(ref.sha256) or type(ref.size) is not int or not 0 <= ref.size <= MAX_OBJECT_BYTES:
             raise _UnusableError("the index names something that is no object")
     return refs
 

@@ -10,8 +10,11 @@ is damaged, foreign or unwritable means that the file is read again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import io
 import os
+import pwd
 import stat
 import threading
 import time
@@ -78,6 +81,7 @@ class FileDigests:
         layer_size: of that layer, in bytes.
         cached: True when the file was not read for this.
         verdict: what the observer said; empty without one.
+        purpose: under which the digest cache may know them: what to `DigestCache.forget` when they are wrong.
     """
 
     sha256: str
@@ -85,6 +89,7 @@ class FileDigests:
     layer_size: int
     cached: bool = field(default=False, compare=False)
     verdict: str = field(default="", compare=False)
+    purpose: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +113,9 @@ class DigestCache:
         if place is None:
             return None
         try:
-            with place.open("rb") as file:
-                if os.fstat(file.fileno()).st_uid != os.geteuid():
+            with open_regular(place, follow=False) as file:
+                info = os.fstat(file.fileno())
+                if info.st_uid != os.geteuid() or info.st_mode & 0o022:
                     return None
                 entry = from_plain(_Entry, parse_json(file.read(_ENTRY_LIMIT), "entry"), "entry")
         except (OSError, FormatError):
@@ -127,8 +133,12 @@ class DigestCache:
         data = canonical_json(to_plain(_Entry(key, kept, _checksum(key, kept))))
         temporary = place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary.write_bytes(data)
+            make_cache_folder(place.parent.parent)
+            place.parent.mkdir(mode=0o700, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(data)
             temporary.replace(place)
         except OSError:
             with contextlib.suppress(OSError):
@@ -144,17 +154,63 @@ class DigestCache:
     def _place(self, path: Path, purpose: str) -> Path | None:
         if self.folder is None:
             return None
-        identity = canonical_json([os.path.realpath(path), PACKING, purpose])
+        # Names of files are bytes, not always UTF-8.
+        identity = b"\0".join(map(os.fsencode, (os.path.realpath(path), str(PACKING), purpose)))
         return self.folder / f"{sha256_hex(identity)}.json"
 
 
-def default_cache() -> DigestCache:
-    """Return the user's cache, ``$XDG_CACHE_HOME/ralbuild/digests``, or one that remembers nothing."""
+def cache_root() -> Path | None:
+    """Return ``$XDG_CACHE_HOME/ralbuild``, else ``~/.cache/ralbuild``; None for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not base.startswith("/"):  # the XDG specification: a relative path is ignored
-        home = os.environ.get("HOME", "")
-        base = f"{home}/.cache" if home.startswith("/") else ""
-    return DigestCache(Path(base, "ralbuild", "digests") if base else None)
+    if base.startswith("/"):  # the XDG specification: a relative path is ignored
+        return Path(base, "ralbuild")
+    home = os.environ.get("HOME") or _home_of_user()
+    return Path(home, ".cache", "ralbuild") if home.startswith("/") else None
+
+
+def _home_of_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return ""
+
+
+def default_cache() -> DigestCache:
+    """Return the user's cache, ``digests`` in `cache_root`, or one that remembers nothing."""
+    root = cache_root()
+    return DigestCache(root / "digests" if root else None)
+
+
+def make_cache_folder(folder: Path) -> None:
+    """Make ``folder`` and the missing ones above it; whatever the umask, no other user can write to them.
+
+    Raises:
+        OSError: when one cannot be made.
+    """
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(mode=0o755, exist_ok=True)
+
+
+def open_regular(path: Path, *, follow: bool = True) -> io.BufferedReader:
+    """Open a regular file for reading; never waits for the other end of a pipe.
+
+    Args:
+        path: the file.
+        follow: take the file that a symbolic link leads to; without it a link is an error.
+
+    Raises:
+        OSError: when it cannot be opened or is something else.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    fd = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return os.fdopen(fd, "rb")
 
 
 def is_racy(key: StatKey, hashed_ns: int) -> bool:
@@ -200,18 +256,15 @@ def scan_file(
                 report(path.stat().st_size)
                 return found
         started = time.time_ns()
-        # Not to hang on a pipe that carries the name of a weight file.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            key = StatKey.of(_regular(path, fd))
+        with open_regular(path) as file:
+            fd = file.fileno()
+            key = StatKey.of(os.fstat(fd))
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             digests = _hash_both(fd, name, key.size, mtime, report, observer)
             if StatKey.of(os.fstat(fd)) != key:
                 raise WeightsError(
                     "changed while it was read", place=str(path), hint="build from files at rest"
                 )
-        finally:
-            os.close(fd)
     except OSError as error:
         raise WeightsError(f"cannot be read: {error.strerror}", place=str(path)) from None
     if observer is not None:
@@ -220,7 +273,7 @@ def scan_file(
         layer = {"layer_sha256": digests.layer_sha256, "layer_size": str(digests.layer_size)}
         seen = {} if observer is None else {"observer": observer.kind, "verdict": digests.verdict}
         cache.put(path, purpose, key, {"sha256": digests.sha256, **layer, **seen})
-    return digests
+    return replace(digests, purpose=purpose)
 
 
 def _remembered(
@@ -230,18 +283,16 @@ def _remembered(
     if values is None or (observer is not None and values.get("observer") != observer.kind):
         return None
     try:
-        verdict = values["verdict"] if observer is not None else ""
-        size = int(values["layer_size"])
-        return FileDigests(values["sha256"], values["layer_sha256"], size, cached=True, verdict=verdict)
+        return FileDigests(
+            values["sha256"],
+            values["layer_sha256"],
+            int(values["layer_size"]),
+            cached=True,
+            verdict=values["verdict"] if observer is not None else "",
+            purpose=purpose,
+        )
     except (KeyError, ValueError):
         return None
-
-
-def _regular(path: Path, fd: int) -> os.stat_result:
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        raise WeightsError("needs a regular file", place=str(path))
-    return info
 
 
 def _hash_both(

@@ -395,7 +395,7 @@ def render_context(request: BuildRequest, out: Path, report: Report) -> Path:
         UsageError: when ``out`` exists.
         HostError: when it cannot be written, or lies on another file system than the weights.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise UsageError("is already there", place=str(out), hint="name a new folder")
     compiled = compile_model(request, report)
     plan, _ = assemble(request, compiled, report)

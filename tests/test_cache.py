@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from ralbuild.cache import Cache
 from ralbuild.contract.bundle import ObjectRef
-from ralbuild.contract.codec import sha256_hex
+from ralbuild.contract.codec import canonical_json, sha256_hex
 from ralbuild.errors import CacheError
 
 KEY, OTHER = sha256_hex(b"key"), sha256_hex(b"other")
@@ -112,7 +113,25 @@ def to_pipe(path: Path) -> None:
     os.mkfifo(path, 0o600)
 
 
+def to_folder(path: Path) -> None:
+    path.unlink()
+    (path / "x").mkdir(parents=True, mode=0o700)
+
+
+def name_size(path: Path, size: object) -> None:
+    """An index whose checksum is right."""
+    entry = json.loads(path.read_bytes())["entry"]
+    entry["files"]["a"]["size"] = size
+    path.write_bytes(canonical_json({"entry": entry, "sha256": sha256_hex(canonical_json(entry))}))
+
+
 DAMAGE = {
+    "an object that is a folder": lambda root: to_folder(object_(root, MADE["a"])),
+    "an index file that is a folder": lambda root: to_folder(index(root)),
+    "a size beyond all": lambda root: name_size(index(root), 10**30),
+    "a large size": lambda root: name_size(index(root), 1 << 62),
+    "a size below zero": lambda root: name_size(index(root), -1),
+    "a size that is true": lambda root: name_size(index(root), True),
     "a flipped byte": lambda root: flip(object_(root, MADE["a"])),
     "a truncated object": lambda root: object_(root, MADE["a"]).write_bytes(b"first"),
     "a longer object": lambda root: object_(root, MADE["a"]).write_bytes(MADE["a"] + b"more"),
@@ -142,6 +161,11 @@ def test_a_damaged_entry_is_made_again_with_a_note_and_is_whole_afterwards(damag
     assert (outputs, calls) == (MADE, 1)
     assert len(lines) == 1
     assert lines[0].startswith("cache entry of one is not used, and made again: ")
+    assert refetch(root) == (MADE, 0, [])
+
+
+def test_a_folder_called_like_a_partial_file_is_no_error(root: Path) -> None:
+    (root / "objects" / ".partial-99999999-x" / "y").mkdir(parents=True)
     assert refetch(root) == (MADE, 0, [])
 
 
@@ -247,7 +271,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from ralbuild.cache import Cache
-from ralbuild.contract.codec import sha256_hex
+from ralbuild.contract.codec import canonical_json, sha256_hex
 class Notes:
     def note(self, text): print(text)
 cache = Cache(Path(sys.argv[1]), Notes())

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 import shutil
 import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ralbuild.contract.tarball import weight_layer_header, weight_layer_trailer
 from ralbuild.digests import DigestCache, FileDigests, StatKey, default_cache, is_racy, scan_file
-from ralbuild.errors import WeightsError
+from ralbuild.errors import HostError, WeightsError
+from ralbuild.image.base.files import cache_dir, exclusive
 
 SECOND = 1_000_000_000
 
@@ -171,6 +174,11 @@ def flip_a_digit(entry: Path) -> None:
         lambda entry: entry.write_bytes(b"[" * 100_000),
         flip_a_digit,
         lambda entry: (entry.unlink(), entry.mkdir()),
+        lambda entry: (entry.unlink(), os.mkfifo(entry)),
+        lambda entry: (
+            entry.rename(entry.parent.with_name("e")) and entry.symlink_to(entry.parent.with_name("e"))
+        ),
+        lambda entry: entry.chmod(0o666),
     ],
 )
 def test_a_damaged_entry_is_computed_anew(
@@ -208,7 +216,8 @@ def test_the_cache_folder_is_private(weights: Path, cache: DigestCache) -> None:
         ({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/ralbuild/digests"),
         ({"HOME": "/h"}, "/h/.cache/ralbuild/digests"),
         ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/ralbuild/digests"),
-        ({}, None),
+        ({"HOME": "relative"}, None),
+        ({}, "/of-passwd/.cache/ralbuild/digests"),
     ],
 )
 def test_the_cache_lies_where_xdg_says(
@@ -216,9 +225,48 @@ def test_the_cache_lies_where_xdg_says(
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_dir="/of-passwd"))
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert default_cache().folder == (Path(expected) if expected else None)
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> object:
+        raise KeyError
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert default_cache().folder is None
+    with pytest.raises(HostError) as caught:
+        cache_dir()
+    assert "XDG_CACHE_HOME" in caught.value.problems[0].hint
+
+
+def test_no_cache_folder_can_be_written_by_others_whatever_the_umask(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    before = os.umask(0)
+    try:
+        default_cache().put(weights, "test", StatKey.of(weights.stat()), {})
+        with exclusive(cache_dir() / "run" / ".lock"):
+            pass
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "xdg/ralbuild").iterdir()}
+    assert modes == {"digests": 0o700, "run": 0o755}
+    assert (tmp_path / "xdg/ralbuild").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.usefixtures("later")
+def test_a_path_that_is_not_utf8_is_remembered_too(tmp_path: Path, cache: DigestCache) -> None:
+    folder = tmp_path / os.fsdecode(b"mod\xffel")
+    folder.mkdir()
+    (folder / "w.safetensors").write_bytes(b"x")
+    assert not scan_file(folder / "w.safetensors", cache, 0).cached
+    assert scan_file(folder / "w.safetensors", cache, 0).cached
 
 
 def test_a_missing_file_a_pipe_and_a_folder_are_refused(tmp_path: Path, cache: DigestCache) -> None:

@@ -6,9 +6,11 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +315,75 @@ def test_an_artifact_that_is_no_container_image_is_refused(tmp_path: Path) -> No
 def test_a_base_is_a_folder(built: Path) -> None:
     with pytest.raises(ImageError, match="is not a folder"):
         read_base(built / "image.tar")
+
+
+def rewrite(layout: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Change manifest and config of the only image and name them by their new digests."""
+
+    def load(digest: str) -> Any:
+        return json.loads((layout / "blobs/sha256" / digest.removeprefix("sha256:")).read_bytes())
+
+    def store(value: object) -> dict[str, Any]:
+        data = json.dumps(value).encode()
+        digest = hashlib.sha256(data).hexdigest()
+        (layout / "blobs/sha256" / digest).write_bytes(data)
+        return {"digest": f"sha256:{digest}", "size": len(data)}
+
+    index = json.loads((layout / "index.json").read_bytes())
+    manifest = load(index["manifests"][0]["digest"])
+    config = load(manifest["config"]["digest"])
+    change(manifest, config)
+    manifest["config"] |= store(config)
+    index["manifests"][0] |= store(manifest)
+    (layout / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest, _: manifest["layers"][0].update(annotations=["x"]),
+        lambda _, config: config["config"].update(Entrypoint="sh"),
+        lambda _, config: config["config"].update(Entrypoint=[1]),
+        lambda _, config: config["config"].update(Cmd={"a": "b"}),
+        lambda _, config: config["config"].update(Env=["A=b\0c"]),
+        lambda _, config: config["config"].update(Cmd=["b\0c"]),
+        lambda _, config: config["config"].update(WorkingDir=["/"]),
+        lambda _, config: config["config"].update(User=7),
+    ],
+)
+def test_settings_of_the_wrong_type_are_refused(
+    layout: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]
+) -> None:
+    rewrite(layout, change)
+    with pytest.raises(ImageError), open_image(layout):
+        pass
+
+
+@pytest.mark.parametrize("name", ["index.json", "manifest", "layer"])
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(layout: Path, image: Image, name: str) -> None:
+    digest = {"manifest": image.digest, "layer": image.layers[-1].descriptor.digest}.get(name, "")
+    path = layout / (f"blobs/sha256/{digest.removeprefix('sha256:')}" if digest else name)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ImageError), open_image(layout) as found:
+        found.read_file("no/such/file")
+    with pytest.raises(ImageError):
+        read_base(layout)
+
+
+def test_a_pipe_a_long_name_and_a_closed_folder_are_no_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path / ("x" * 300)):
+        with pytest.raises(ImageError), open_image(path):
+            pass
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)  # root may enter every folder
+    with pytest.raises(ImageError, match="Permission denied"), open_image(tmp_path / "x"):
+        pass
+    with pytest.raises(ImageError, match="Permission denied"):
+        read_base(tmp_path / "x")

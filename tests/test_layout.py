@@ -481,3 +481,29 @@ def test_the_digest_does_not_depend_on_where_when_or_as_whom(tmp_path: Path) -> 
             os.umask(old)
         digests.update(read_layout(folder / "out").values())
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("name", ["oci-layout", "index.json"])
+def test_a_pipe_in_a_layout_does_not_block_a_build(name: str, target: Path, model: Path) -> None:
+    image = make_image(model)
+    build(target, image)
+    (target / name).unlink()
+    os.mkfifo(target / name)
+    with pytest.raises(ImageError):
+        build(target, image)
+
+
+@pytest.mark.parametrize("plant", ["file", "link"])
+def test_a_leaving_of_another_kind_does_not_block_a_new_layout(plant: str, target: Path, model: Path) -> None:
+    target.parent.mkdir()
+    partial = target.with_name(f".{target.name}.partial-build")
+    elsewhere = target.with_name("elsewhere")
+    elsewhere.mkdir()
+    if plant == "file":
+        partial.write_bytes(b"half an archive")
+    else:
+        partial.symlink_to(elsewhere)
+    build(target, make_image(model))
+    read_layout(target)
+    assert sorted(target.parent.iterdir()) == [elsewhere, target]
+    assert not list(elsewhere.iterdir())

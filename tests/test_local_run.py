@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,57 @@ def test_an_image_is_unpacked_once(layout: Path, tree: Path) -> None:
     before = tree.stat().st_ino
     assert prepare_tree(layout, Quiet()) == tree
     assert tree.stat().st_ino == before
+
+
+def rules_image(folder: Path) -> Path:
+    layers = (
+        LayerPlan("base", "weights", (FileEntry("models/w", b"weights"),), ("models",)),
+        LayerPlan("rules", "small", (FileEntry("opt/ral/rules", b"rules"),), ("opt/ral",)),
+    )
+    return write_image(folder, layers, ImageConfig())
+
+
+def write_over(path: Path, data: bytes = b"evil!") -> None:
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def put_another(path: Path) -> None:
+    path.unlink()
+    path.write_bytes(b"rules")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: write_over(tree / "opt/ral/rules"),
+        lambda tree: put_another(tree / "opt/ral/rules"),
+        lambda tree: (tree / "opt/ral/rules").unlink(),
+        lambda tree: shutil.rmtree(tree / "opt"),
+        shutil.rmtree,
+        lambda tree: tree.with_name(f"{tree.name}.complete").unlink(),
+        lambda tree: [path.unlink() for path in tree.parent.glob("layers/*/entries.json")],
+    ],
+)
+def test_a_small_layer_that_was_changed_in_the_cache_is_made_again(
+    change: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    layout = rules_image(tmp_path / "layout")
+    tree = prepare_tree(layout, Quiet())
+    change(tree)
+    assert prepare_tree(layout, Quiet()) == tree
+    assert (tree / "opt/ral/rules").read_bytes() == b"rules"
+    assert (tree / "models/w").read_bytes() == b"weights"
+    again = tree.stat().st_ino
+    assert prepare_tree(layout, Quiet()) == tree
+    assert tree.stat().st_ino == again
+
+
+def test_settings_too_long_for_a_program_are_an_error(tree: Path) -> None:
+    config = {"Entrypoint": ["/usr/bin/python3.11"], "Env": ["A=" + "x" * 3_000_000]}
+    with pytest.raises(ImageError, match="too long"):
+        run_tree(tree, config, 1, Quiet(), mode="direct")
 
 
 def test_the_way_that_was_chosen_is_said(tree: Path, config: dict[str, Any], tmp_path: Path) -> None:

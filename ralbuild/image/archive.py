@@ -6,7 +6,9 @@ blobs. The small files come first.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from ralbuild.contract.tarball import (
 from ralbuild.errors import ImageError
 from ralbuild.image.assemble import Image
 from ralbuild.image.blobs import BLOBS, PARTIAL
-from ralbuild.image.disk import Note, check_room, host_errors, locked
+from ralbuild.image.disk import Note, check_room, clear_place, host_errors, locked
 from ralbuild.image.layers import Progress, Recipe, append_layer
 from ralbuild.image.layout import SinkResult
 from ralbuild.image.oci import LAYOUT_FILE, index_entry, index_json
@@ -40,12 +42,12 @@ def write_archive(target: Path, image: Image, tag: str, progress: Progress | Non
         HostError: when it cannot be written or the disk is too small.
     """
     target = Path(os.path.realpath(target))
-    if target.exists() and not target.is_file():
-        raise ImageError("is not a file", place=str(target), hint="archive: needs the name of a file")
     pieces = tuple(archive_pieces(image, tag))
     needed = sum(digest.size for _, digest in pieces)
     partial = target.with_name(f".{target.name}{PARTIAL}build")
     with host_errors(target.parent, needed):
+        if target.exists() and not target.is_file():
+            raise ImageError("is not a file", place=str(target), hint="archive: needs the name of a file")
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked(lambda: (partial, _open(partial)), note) as (_, fd):
             try:
@@ -103,4 +105,16 @@ def _piece(data: bytes) -> Piece:
 
 
 def _open(partial: Path) -> int:
-    return os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """Open the temporary file, made when it is missing; another build of ours may be writing it."""
+    clear_place(partial, _is_ours)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(partial, flags, 0o666)
+    if not _is_ours(os.fstat(fd)):
+        os.close(fd)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(partial))
+    return fd
+
+
+def _is_ours(info: os.stat_result) -> bool:
+    # A file with a second name is somebody's file, which this build would empty.
+    return stat.S_ISREG(info.st_mode) and info.st_nlink <= 1 and info.st_uid == os.geteuid()

@@ -12,6 +12,7 @@ from pathlib import Path
 from ralbuild.contract.codec import sha256_hex
 from ralbuild.digests import DigestCache, StatKey, is_racy
 from ralbuild.errors import ImageError
+from ralbuild.image.disk import remove_tree
 from ralbuild.image.layers import Progress, Recipe, append_layer, digest_layer
 from ralbuild.image.plan import HostFile, LayerDigest
 
@@ -82,14 +83,14 @@ class BlobFolder:
         """Remove every blob but ``keep`` (hex digests), and what killed builds left."""
         for path in sorted(self.path.iterdir()):
             if path.name not in keep and _OURS.fullmatch(path.name):
-                path.unlink()
+                remove_tree(path)
                 self._cache.forget(path, _PURPOSE)
                 self._known.pop(path.name, None)
 
     @contextlib.contextmanager
     def _new(self, name: str) -> Iterator[int]:
         temporary = self.path / f"{PARTIAL}{name}"
-        temporary.unlink(missing_ok=True)
+        remove_tree(temporary)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             yield fd

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from errno import EEXIST, ENOTDIR, ENOTEMPTY, EXDEV
 from pathlib import Path
 
 from ralbuild import __version__
 from ralbuild.contract.places import ENTRYPOINT, MODEL_DIR, PORT, RAL_DIR
-from ralbuild.errors import HostError, ImageError
+from ralbuild.errors import HostError, ImageError, UsageError
+from ralbuild.image.disk import can_lock
 from ralbuild.image.plan import FileEntry, HostFile, ImagePlan
 from ralbuild.render import DockerfileFacts, render_dockerfile
 
 EMBEDDED_BASE = "ralbuild/base"
 """How a Dockerfile calls a base that has no name of its own; its digest is what counts."""
+
+
+_TAKEN = (EEXIST, ENOTEMPTY, ENOTDIR)
+"""How `rename` says that another render was first."""
 
 
 def write_context(plan: ImagePlan, out: Path) -> int:
@@ -23,22 +32,50 @@ def write_context(plan: ImagePlan, out: Path) -> int:
     its name when it is complete.
 
     Raises:
+        UsageError: when ``out`` is already there.
         HostError: when it cannot be written, or lies on another file system than the weights.
     """
     files = [entry for layer in plan.layers for entry in layer.entries if isinstance(entry, FileEntry)]
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
-        partial.mkdir(parents=True)
-        for entry in files:
-            _place(partial / _context_path(entry.path), entry)
-        (partial / "Dockerfile").write_bytes(render_dockerfile(_facts(plan, files)).data)
-        partial.rename(out)
+        with _new_folder(out) as partial:
+            for entry in files:
+                _place(partial / _context_path(entry.path), entry)
+            (partial / "Dockerfile").write_bytes(render_dockerfile(_facts(plan, files)).data)
+            _rename(partial, out)
     except OSError as error:
         hint = "write it on the file system that holds the weights: they are linked, not copied"
-        raise HostError(f"cannot be written: {error.strerror}", place=str(out), hint=hint) from None
+        raise HostError(
+            f"cannot be written: {error.strerror}", place=str(out), hint=hint if error.errno == EXDEV else ""
+        ) from None
+    return len(files) + 1
+
+
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Make a folder beside ``out`` that goes at the end unless it was renamed; its lock shows its use."""
+    prefix = f".{out.name}.partial-"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for path in out.parent.iterdir():
+        if path.name.startswith(prefix) and path.is_dir() and not path.is_symlink() and can_lock(path):
+            shutil.rmtree(path, ignore_errors=True)  # left by a killed process
+    partial = out.with_name(f"{prefix}{os.getpid()}")
+    partial.mkdir()
+    fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return len(files) + 1
+        os.close(fd)
+
+
+def _rename(partial: Path, out: Path) -> None:
+    try:
+        partial.rename(out)
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+        raise UsageError("is already there", place=str(out), hint="name a new folder") from None
 
 
 def _context_path(path: str) -> str:

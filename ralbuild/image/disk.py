@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ralbuild.digests import StatKey
+from ralbuild.digests import StatKey, open_regular
 from ralbuild.errors import HostError, ImageError
 from ralbuild.image.plan import HostFile
 
@@ -35,21 +35,17 @@ def unchanging(source: HostFile) -> Iterator[int]:
     """
     place = str(source.path)
     try:
-        # Not to hang on a pipe that carries the name of a weight file.
-        fd = os.open(source.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open_regular(source.path)
     except OSError as error:
         raise ImageError(f"cannot be read: {error.strerror}", place=place) from None
-    try:
+    with file:
+        fd = file.fileno()
         before = os.fstat(fd)
-        if not stat.S_ISREG(before.st_mode):
-            raise ImageError("needs a regular file", place=place)
         if before.st_size != source.size:
             raise changed(source, f"needs {source.size} bytes, found {before.st_size}")
         yield fd
         if StatKey.of(os.fstat(fd)) != StatKey.of(before):
             raise changed(source, "was written to meanwhile")
-    finally:
-        os.close(fd)
 
 
 def changed(source: HostFile, what: str) -> ImageError:
@@ -128,6 +124,41 @@ def locked(open_path: Callable[[], tuple[Path, int]], note: Note) -> Iterator[tu
                 return
         finally:
             os.close(fd)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, a link or a folder with all that is in it; nothing there is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def clear_place(path: Path, is_ours: Callable[[os.stat_result], bool]) -> None:
+    """Remove what lies at the temporary name ``path``, left by a build of another kind or planted.
+
+    Raises:
+        HostError: when a running build holds the lock of it.
+        OSError: when it cannot be removed.
+    """
+    try:
+        info = path.lstat()
+    except FileNotFoundError:
+        return
+    if is_ours(info):
+        return
+    if (stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode)) and not can_lock(path):
+        raise HostError("another build writes there", place=str(path), hint="wait for its end")
+    remove_tree(path)
+
+
+def can_lock(path: Path) -> bool:
+    """Tell whether no running process holds the lock of a file or folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return _try_lock(fd)
+    finally:
+        os.close(fd)
 
 
 def _try_lock(fd: int) -> bool:

@@ -30,6 +30,27 @@ COPY_STEP = 16 << 20
 _COPY_UNSUPPORTED = (errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
+class WrongLayerError(ImageError):
+    """What was written is not what its digest says: a file changed, or its remembered digest is wrong.
+
+    Attributes:
+        files: what the layer was made from.
+    """
+
+    def __init__(self, recipe: Recipe, expected: LayerDigest, found: str) -> None:
+        self.files = recipe.files
+        again = "build from files at rest, then run the command again"
+        if any(file.purpose for file in self.files):
+            again += "; what was remembered of the file is forgotten now, and --rehash reads every file anew"
+        super().__init__(
+            f"changed while the image was being built, or its remembered digest is wrong: {recipe.name} "
+            f"needs {expected.size} bytes with sha256 {expected.sha256}, "
+            f"what was written has {recipe.size} with {found}",
+            place=", ".join(str(file.path) for file in self.files) or recipe.name,
+            hint=again,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How to produce a blob: its name for messages, its segments in order, its size in bytes."""
@@ -91,7 +112,8 @@ def append_layer(recipe: Recipe, out: int, expected: LayerDigest, progress: Prog
     """Write the recipe's bytes at the end of the file ``out`` (open for reading and writing).
 
     Raises:
-        ImageError: when a source file changed, or what was written does not hash to ``expected``.
+        ImageError: when a source file changed.
+        WrongLayerError: when what was written is not ``expected``.
         OSError: when the output cannot be written.
     """
     with _Follower(out, os.lseek(out, 0, os.SEEK_END), progress) as follower:
@@ -104,13 +126,8 @@ def append_layer(recipe: Recipe, out: int, expected: LayerDigest, progress: Prog
                     _append_file(part, fd, writer)
         writer.flush()
         found = follower.finish()
-    if found != expected.sha256:
-        raise ImageError(
-            f"changed while the image was being built: {recipe.name} needs sha256 {expected.sha256}, "
-            f"what was written has {found}",
-            place=", ".join(str(file.path) for file in recipe.files) or recipe.name,
-            hint="build from files at rest, then run the command again",
-        )
+    if (found, recipe.size) != (expected.sha256, expected.size):
+        raise WrongLayerError(recipe, expected, found)
 
 
 def _is_copied(source: HostFile) -> bool:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ralbuild.contract.codec import FormatError, parse_json
-from ralbuild.digests import DigestCache
+from ralbuild.digests import DigestCache, open_regular
 from ralbuild.errors import ImageError
 from ralbuild.image.assemble import Image
 from ralbuild.image.blobs import BLOBS, PARTIAL, BlobFolder
-from ralbuild.image.disk import Note, check_room, host_errors, locked
+from ralbuild.image.disk import Note, check_room, clear_place, host_errors, locked, remove_tree
 from ralbuild.image.layers import Progress
 from ralbuild.image.oci import INDEX_TYPE, LAYOUT_FILE, MANIFEST_TYPE, entry_name, index_entry, index_json
 
@@ -76,9 +77,10 @@ def _open(target: Path) -> tuple[Path, int]:
     if folder == target:
         _check_is_layout(target)
     else:
+        clear_place(folder, lambda info: stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid())
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        return folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return _open(target)  # another build has just renamed it into place
 
@@ -90,7 +92,8 @@ def _check_is_layout(target: Path) -> None:
     if all(path.name.startswith(PARTIAL) for path in target.iterdir()):
         return  # empty, or a build into an empty folder was killed at once
     try:
-        version = parse_json((target / "oci-layout").read_bytes(), "oci-layout").get("imageLayoutVersion")
+        with open_regular(target / "oci-layout") as file:
+            version = parse_json(file.read(_METADATA_LIMIT), "oci-layout").get("imageLayoutVersion")
     except (OSError, FormatError, AttributeError):
         version = None
     if version != "1.0.0":
@@ -99,12 +102,20 @@ def _check_is_layout(target: Path) -> None:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     try:
-        value = parse_json((folder / "index.json").read_bytes(), "index.json")
+        with open_regular(folder / "index.json") as file:
+            value = parse_json(file.read(_METADATA_LIMIT), "index.json")
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise ImageError(f"index.json cannot be read: {error.strerror}", place=str(folder)) from None
     except FormatError as error:
         raise ImageError(str(error), place=str(folder), hint="remove the folder to start anew") from None
-    if not isinstance(value, dict) or not all(isinstance(item, dict) for item in value.get("manifests", [])):
+    entries = value.get("manifests", []) if isinstance(value, dict) else None
+    if (
+        not isinstance(value, dict)
+        or not isinstance(entries, list)
+        or not all(isinstance(item, dict) for item in entries)
+    ):
         raise ImageError("index.json is not an image index", place=str(folder))
     return value
 
@@ -132,7 +143,9 @@ def _is_replaced(entry: Mapping[str, Any], image: Image, tag: str) -> bool:
 
 def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f"{PARTIAL}{path.name}")
-    temporary.write_bytes(data)
+    remove_tree(temporary)
+    with temporary.open("xb") as file:
+        file.write(data)
     temporary.replace(path)
 
 
@@ -150,7 +163,7 @@ def _collect(folder: Path, entry: Mapping[str, Any], keep: set[str]) -> bool:
     if entry.get("mediaType") not in (MANIFEST_TYPE, INDEX_TYPE):
         return False
     try:
-        with (folder / BLOBS / digest).open("rb") as file:
+        with open_regular(folder / BLOBS / digest) as file:
             value = parse_json(file.read(_METADATA_LIMIT), digest)
         if entry["mediaType"] == INDEX_TYPE:
             return all(_collect(folder, item, keep) for item in value["manifests"])

@@ -11,6 +11,7 @@ where it lies, and RAL_ROOT tells the runtime what to put in front of its paths.
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -25,12 +26,13 @@ from ralbuild.errors import HostError, ImageError
 from ralbuild.image import namespace
 from ralbuild.image.base.files import cache_dir, exclusive
 from ralbuild.image.base.report import Report
-from ralbuild.image.disk import check_room, host_errors
+from ralbuild.image.disk import check_room, host_errors, remove_tree
 from ralbuild.image.namespace import Job
 from ralbuild.image.oci import Descriptor
 from ralbuild.image.reader import open_image
+from ralbuild.image.treecheck import changed_layers, is_tree_intact
 from ralbuild.image.treepython import inside, python_command, python_home
-from ralbuild.image.unpack import LayerStore, make_folder, make_tree, remove_tree
+from ralbuild.image.unpack import LayerStore, make_folder, make_tree
 
 Mode = Literal["auto", "namespace", "direct"]
 
@@ -39,6 +41,8 @@ _RUNTIME = (PYTHON, "-m", "ralbuild.runtime")
 _PATH_VARIABLES = ("LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "SSL_CERT_DIR", "SSL_CERT_FILE")
 _MOUNT_POINTS = ("dev", "proc", "sys", "tmp")
 _PROBE_SECONDS = 30
+_FORMAT = "v2"
+"""Of what is kept in the cache: the list of a layer's entries, where trees lie. Change it with them."""
 
 
 def prepare_tree(layout: Path, report: Report, name: str = "") -> Path:
@@ -53,23 +57,30 @@ def prepare_tree(layout: Path, report: Report, name: str = "") -> Path:
         ImageError: when the layout holds no such image, or a layer is damaged or cannot be unpacked.
         HostError: when the cache cannot be written.
     """
-    folder = cache_dir() / "run"
-    with open_image(layout, name) as image:
+    folder = cache_dir() / "run" / _FORMAT
+    with open_image(layout, name) as image, host_errors(folder, 0), exclusive(folder / ".lock"):
         store = LayerStore(folder / "layers")
+        tree = folder / image.digest.removeprefix("sha256:")
+        complete = tree.with_name(f"{tree.name}.complete")
+        changed = changed_layers(store, image)
+        for layer in changed:
+            store.remove(layer)
         missing = [layer for layer in image.layers if not store.has(layer)]
-        total = sum(layer.size for layer in missing)
-        with host_errors(folder, total), exclusive(folder / ".lock"):
-            tree = folder / image.digest.removeprefix("sha256:")
-            if tree.is_dir():
-                return tree
-            check_room(folder, total)
-            done = 0
-            for layer in missing:
-                report.progress(done, total, "B")
-                store.add(image, layer)
-                done += layer.size
-            _build_tree(store, image.layers, tree)
+        if not missing and complete.is_file() and is_tree_intact(store, image, tree):
             return tree
+        if complete.is_file():
+            report.note("the unpacked image is not as its layers say, it is made again")
+        total = sum(layer.size for layer in missing)
+        check_room(folder, total)
+        done = 0
+        for layer in missing:
+            report.progress(done, total, "B")
+            store.add(image, layer)
+            done += layer.size
+        complete.unlink(missing_ok=True)
+        _build_tree(store, image.layers, tree)
+        complete.write_bytes(b"")
+        return tree
 
 
 def read_run_config(layout: Path, name: str = "") -> dict[str, Any]:
@@ -155,6 +166,7 @@ def _build_tree(store: LayerStore, layers: tuple[Descriptor, ...], tree: Path) -
         for place in (inside(temporary, name) for name in _MOUNT_POINTS):
             if not place.is_dir():
                 make_folder(place)
+        remove_tree(tree)
         temporary.rename(tree)
     finally:
         remove_tree(temporary)
@@ -224,6 +236,15 @@ def _describe(mode: str, reason: str) -> str:
 def _start(job: Job, output: int | IO[bytes] | None) -> subprocess.Popen[bytes]:
     # -I and an empty environment: nothing of this machine's Python settings reaches the starter.
     command = [sys.executable, "-I", "-S", namespace.__file__, canonical_json(to_plain(job)).decode()]
+    try:
+        return _popen(command, output)
+    except OSError as error:
+        if error.errno != errno.E2BIG:
+            raise HostError(f"the program cannot be started: {error.strerror}") from None
+        raise ImageError("the image's settings are too long to start a program with") from None
+
+
+def _popen(command: list[str], output: int | IO[bytes] | None) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         env={},

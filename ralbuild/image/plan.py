@@ -25,11 +25,13 @@ class HostFile:
         path: the file; links are followed.
         size: in bytes; a file of another size fails the build.
         sha256: what its bytes must hash to, in hex; empty when only the layer's digest is known.
+        purpose: under which the digest cache may know its layer's digest; empty when it does not.
     """
 
     path: Path
     size: int
     sha256: str = ""
+    purpose: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,6 @@ def weight_layer(path: Path, size: int, digests: FileDigests, name: str = "") ->
     folder = MODEL_DIR.strip("/")
     name = name or path.name
     # The layer's digest covers the file's: a second hash of the file would only cost time.
-    entry = FileEntry(f"{folder}/{name}", HostFile(path, size))
+    entry = FileEntry(f"{folder}/{name}", HostFile(path, size, purpose=digests.purpose))
     known = LayerDigest(digests.layer_sha256, digests.layer_size)
     return LayerPlan(f"weights {name}", "weights", (entry,), (folder,), known)

@@ -7,14 +7,17 @@ layer can be read where it lies.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from ralbuild.contract.codec import FormatError, parse_json
+from ralbuild.digests import open_regular
 from ralbuild.errors import ImageError
 from ralbuild.image.blobs import BLOBS
 from ralbuild.image.oci import (
@@ -96,7 +99,7 @@ class StoredImage:
             try:
                 with self.open_layer(layer) as blob, tarfile.open(fileobj=blob) as tar:
                     found = _find(tar, wanted)
-            except (tarfile.TarError, EOFError, OSError) as error:
+            except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, zlib.error) as error:
                 raise ImageError(f"layer {layer.digest} is damaged: {error}", place=self.store) from None
             if found is not None:
                 return found.data
@@ -117,7 +120,7 @@ def open_image(path: Path, name: str = "", architecture: str = "amd64") -> Itera
     """
     with contextlib.ExitStack() as stack:
         store = str(path)
-        open_blob = _folder_opener(path) if path.is_dir() else stack.enter_context(_archive_opener(path))
+        open_blob = _folder_opener(path) if _is_folder(path) else stack.enter_context(_archive_opener(path))
         index = _read_json(open_blob, "index.json", store)
         entry = _select(open_blob, index, name, architecture, store)
         yield _load(open_blob, entry, store)
@@ -129,14 +132,14 @@ def read_base(folder: Path, name: str = "", architecture: str = "amd64") -> Base
     Raises:
         ImageError: when there is no such image or a blob is missing or of another size.
     """
-    if not folder.is_dir():
+    if not _is_folder(folder):
         raise ImageError("is not a folder", place=str(folder), hint="a base is an OCI image layout folder")
     with open_image(folder, name, architecture) as image:
         diff_ids = image.config["rootfs"]["diff_ids"]
         layers = []
         for layer, diff_id in zip(image.layers, diff_ids, strict=True):
             source = folder / BLOBS / _hex(layer.digest, image.store)
-            found = source.stat().st_size if source.is_file() else None
+            found = _size(source)
             if found != layer.size:
                 what = "is missing" if found is None else f"needs {layer.size} bytes, found {found}"
                 raise ImageError(f"the layer's blob {what}", place=str(source), hint="make the base anew")
@@ -144,18 +147,36 @@ def read_base(folder: Path, name: str = "", architecture: str = "amd64") -> Base
         return BaseImage(image.digest, image.name, image.config, tuple(layers))
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise ImageError(f"cannot be read: {error.strerror}", place=str(path)) from None
+
+
+def _size(path: Path) -> int | None:
+    """Return the size of a regular file, or None when there is none that can be read."""
+    try:
+        with open_regular(path) as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
+
+
 def _folder_opener(path: Path) -> OpenBlob:
-    return lambda name: (path / name).open("rb")
+    return lambda name: open_regular(path / name)
 
 
 @contextlib.contextmanager
 def _archive_opener(path: Path) -> Iterator[OpenBlob]:
-    try:
-        tar = tarfile.open(path, "r:")  # noqa: SIM115
-    except (OSError, tarfile.TarError) as error:
-        hint = "needs an OCI layout folder or an archive of one"
-        raise ImageError(f"cannot be read as an image: {error}", place=str(path), hint=hint) from None
-    with tar:
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open_regular(path))
+            tar = stack.enter_context(tarfile.open(fileobj=file, mode="r:"))
+        except (OSError, tarfile.TarError, ValueError) as error:
+            what = error.strerror if isinstance(error, OSError) else error
+            hint = "needs an OCI layout folder or an archive of one"
+            raise ImageError(f"cannot be read as an image: {what}", place=str(path), hint=hint) from None
 
         def open_blob(name: str) -> IO[bytes]:
             file = tar.extractfile(name)
@@ -169,7 +190,7 @@ def _archive_opener(path: Path) -> Iterator[OpenBlob]:
 def _open_file(open_blob: OpenBlob, name: str, store: str) -> IO[bytes]:
     try:
         return open_blob(name)
-    except (OSError, KeyError, tarfile.TarError):
+    except (OSError, KeyError, tarfile.TarError, ValueError):
         hint = "needs an OCI layout folder or an archive of one" if name == "index.json" else ""
         raise ImageError(f"has no readable {name}", place=store, hint=hint) from None
 
@@ -209,7 +230,7 @@ def _select(
         if entry.get("mediaType") in _INDEX_TYPES:
             nested = _read_blob(open_blob, entry.get("digest"), store)
             found += [
-                {**item, "annotations": entry.get("annotations") or {}}
+                {**item, "annotations": entry.get("annotations")}
                 for item in _entries(nested, store)
                 if _is_platform(item, architecture)
             ]
@@ -262,15 +283,19 @@ def _check_config(config: Mapping[str, Any], store: str) -> None:
     if not isinstance(settings, dict):
         raise ImageError("the image config has no settings", place=store)
     env, labels = settings.get("Env") or [], settings.get("Labels") or {}
+    commands = [settings.get(name) or [] for name in ("Entrypoint", "Cmd")]
+    texts = [settings.get(name) or "" for name in ("User", "WorkingDir", "StopSignal")]
     ports = settings.get("ExposedPorts") or {}
     if not (
         _are(dict, history)
-        and _are(str, env)
+        and all(_are(str, items) for items in (env, *commands, texts))
         and isinstance(labels, dict)
         and _are(str, list(labels.values()))
         and isinstance(ports, dict)
     ):
         raise ImageError("the image config has a setting of the wrong type", place=store)
+    if any("\0" in text for items in (env, *commands, texts) for text in items):
+        raise ImageError("the image config has a setting with a zero byte", place=store)
 
 
 def _are(kind: type, items: Any) -> bool:
@@ -284,6 +309,8 @@ def _descriptor(item: Mapping[str, Any], diff_id: str, store: str) -> Descriptor
     _hex(item["digest"], store)
     _hex(diff_id, store)
     annotations = item.get("annotations") or {}
+    if not isinstance(annotations, dict):
+        raise ImageError("a layer's annotations are not an object", place=store)
     name, kind = str(annotations.get(LAYER_NAME, "layer")), str(annotations.get(LAYER_KIND, ""))
     return Descriptor(media_type, item["digest"], int(item["size"]), diff_id, name, kind)
 

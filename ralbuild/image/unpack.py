@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import IO
 
 from ralbuild.contract.codec import FormatError, canonical_json, parse_json
+from ralbuild.digests import make_cache_folder, open_regular
 from ralbuild.errors import ImageError
+from ralbuild.image.disk import remove_tree
 from ralbuild.image.oci import LAYER_TYPE, Descriptor
 from ralbuild.image.reader import StoredImage
 from ralbuild.image.treepython import inside
@@ -73,24 +75,35 @@ class LayerStore:
         place = self.place(layer)
         if self.has(layer):
             return False
-        temporary = self.folder / f".{place.name}"
+        with self.read_again(image, layer) as temporary:
+            remove_tree(place)
+            temporary.rename(place)
+        return True
+
+    @contextlib.contextmanager
+    def read_again(self, image: StoredImage, layer: Descriptor) -> Iterator[Path]:
+        """Read a layer into a folder that goes at the end of the body unless it was renamed."""
+        temporary = self.folder / f".{self.place(layer).name}"
         remove_tree(temporary)
-        temporary.mkdir(parents=True)
+        make_cache_folder(temporary)
         try:
             entries = _read_layer(image, layer, temporary)
             rows = [[item.kind, item.path, item.mode, item.target, item.number] for item in entries]
             (temporary / _ENTRIES).write_bytes(canonical_json(rows))
-            remove_tree(place)
-            temporary.rename(place)
+            yield temporary
         finally:
             remove_tree(temporary)
-        return True
+
+    def remove(self, layer: Descriptor) -> None:
+        """Forget a layer."""
+        remove_tree(self.place(layer))
 
     def entries(self, layer: Descriptor) -> tuple[LayerEntry, ...]:
         """Return the entries of a layer that is here, in their order."""
         path = self.place(layer) / _ENTRIES
         try:
-            value = parse_json(path.read_bytes(), path.name)
+            with open_regular(path, follow=False) as file:
+                value = parse_json(file.read(), path.name)
             return tuple(LayerEntry(*item) for item in value)
         except (OSError, FormatError, TypeError) as error:
             raise ImageError(f"cannot be read: {error}", place=str(path), hint="remove its folder") from None
@@ -188,14 +201,6 @@ def make_folder(path: Path) -> None:
     """Make a folder that every user can enter, whatever the umask: the program may run as another one."""
     path.mkdir()
     path.chmod(0o755)
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it; nothing there is fine."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _read_layer(image: StoredImage, layer: Descriptor, folder: Path) -> list[LayerEntry]:

@@ -9,7 +9,7 @@ from ralbuild.digests import DigestCache
 from ralbuild.image.archive import write_archive
 from ralbuild.image.assemble import Image
 from ralbuild.image.disk import Note
-from ralbuild.image.layers import Progress
+from ralbuild.image.layers import Progress, WrongLayerError
 from ralbuild.image.layout import SinkResult, write_layout
 from ralbuild.image.outputs import LayoutOutput, Output
 
@@ -75,6 +75,12 @@ def write_image(
 def _write_one(
     image: Image, output: Output, tag: str, cache: DigestCache, progress: Progress | None, note: Note
 ) -> SinkResult:
-    if isinstance(output, LayoutOutput):
-        return write_layout(output.path, image, tag, cache, progress, note)
-    return write_archive(output.path, image, tag, progress, note)
+    try:
+        if isinstance(output, LayoutOutput):
+            return write_layout(output.path, image, tag, cache, progress, note)
+        return write_archive(output.path, image, tag, progress, note)
+    except WrongLayerError as error:
+        for file in error.files:
+            if file.purpose:
+                cache.forget(file.path, file.purpose)  # so that the next build reads it again
+        raise

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ralbuild.digests import make_cache_folder
 from ralbuild.errors import HostError
 from ralbuild.image.base.files import exclusive, hash_file
 from ralbuild.image.base.recipe import DEBIAN_ARCHITECTURE
@@ -132,7 +133,7 @@ class PrivateApt:
                 hint="build it on Debian 12 (no root needed), or pass --base oci:DIR or REF@sha256:...",
             )
         for name in ("archives", "cache/archives/partial", "lists/partial", "state"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
+            make_cache_folder(self.folder / name)
         (self.folder / "state/status").write_bytes(b"")
         text = _CONFIG.format(folder=self.folder, architecture=DEBIAN_ARCHITECTURE)
         self._config.write_text(text, encoding="utf-8")

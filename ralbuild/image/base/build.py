@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ralbuild.digests import DigestCache
+from ralbuild.digests import DigestCache, make_cache_folder
 from ralbuild.errors import HostError, UsageError
 from ralbuild.image.assemble import assemble_image
 from ralbuild.image.base.apt import DebianPackage, PrivateApt
@@ -38,7 +38,8 @@ def ensure_base(target: str, report: Report) -> Path:
     """
     lock = _lock(target)
     store = _store()
-    found = store.newest(target, lock)
+    with host_errors(store.folder, ROOM):
+        found = store.newest(target, lock)
     if found is not None:
         return found
     return _build(target, lock, store, report, refresh=False)
@@ -87,7 +88,7 @@ def _fetch(target: str, lock: Lock, report: Report, *, refresh: bool) -> Sources
         apt.update()
     debian, archives = fetch_debian(apt)
     folder = cache_dir() / "wheels"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_cache_folder(folder)
     return Sources(target, lock, debian, archives, fetch_wheels(lock.wheels, folder, report))
 
 

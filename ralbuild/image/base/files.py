@@ -9,19 +9,27 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ralbuild.digests import cache_root, make_cache_folder, open_regular
+from ralbuild.errors import HostError
+
 
 def cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/ralbuild`` (``~/.cache/ralbuild`` by default); it may not exist yet."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is ignored.
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "ralbuild"
+    """Return the user's cache, `ralbuild.digests.cache_root`; it may not exist yet.
+
+    Raises:
+        HostError: for a user without a home.
+    """
+    root = cache_root()
+    if root is None:
+        raise HostError("this user has no home folder to keep a cache in", hint="set XDG_CACHE_HOME")
+    return root
 
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Hold the lock file ``path``; waits for another process, and the kernel releases it if this one dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    make_cache_folder(path.parent)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -31,7 +39,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ralbuild.digests import make_cache_folder
 from ralbuild.image.base.fetch import pip_download
 from ralbuild.image.base.files import cache_dir, hash_file, write_atomically
 from ralbuild.image.base.lockfile import LOCK_NAME, LockedWheel, format_lock, normalised, parse_lock
@@ -54,7 +55,7 @@ def resolve() -> list[LockedWheel]:
         HostError: when pip finds no solution.
     """
     folder = cache_dir() / "wheels"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_cache_folder(folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as name:
         pip_download([*ROOTS, f"--find-links={folder}"], Path(name))
         wheels = []

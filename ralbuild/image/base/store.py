@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
 from ralbuild.contract.tarball import PACKING
+from ralbuild.digests import open_regular
 from ralbuild.image.base.apt import DebianPackage
 from ralbuild.image.base.files import write_atomically
 from ralbuild.image.base.lockfile import Lock
@@ -23,6 +24,7 @@ from ralbuild.image.base.recipe import RECIPE
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _WORK = ".work-"
+_POINTER_LIMIT = 100
 
 
 class BaseStore:
@@ -35,7 +37,8 @@ class BaseStore:
     def newest(self, target: str, lock: Lock) -> Path | None:
         """Return the newest base made with this recipe and lock, or None."""
         try:
-            key = self._pointer(target, lock).read_text(encoding="ascii")
+            with open_regular(self._pointer(target, lock), follow=False) as file:
+                key = file.read(_POINTER_LIMIT).decode("ascii")
         except (OSError, ValueError):
             return None
         return self.get(key) if _KEY.fullmatch(key) else None

@@ -1,0 +1,63 @@
+"""The build context: complete or not there, whatever other renders and killed ones do."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from image_cases import make_plan
+
+from ralbuild.errors import HostError, UsageError
+from ralbuild.image.context import write_context
+from ralbuild.image.plan import BaseImage, ImagePlan
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> ImagePlan:
+    base = BaseImage("sha256:" + "0" * 64, "", {}, ())
+    found = make_plan(tmp_path / "model", base=base, sizes=(1000,))
+    return dataclasses.replace(found, layers=found.layers[:1])  # the weights
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_the_second_of_two_renders_is_told_that_the_name_is_taken(
+    kind: str, plan: ImagePlan, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    if kind == "folder":
+        write_context(plan, out)
+    else:
+        out.write_bytes(b"first")
+    with pytest.raises(UsageError, match="is already there"):
+        write_context(plan, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_what_killed_renders_left_is_removed(plan: ImagePlan, tmp_path: Path) -> None:
+    for name in (".out.partial-1", f".out.partial-{os.getpid()}"):
+        (tmp_path / name / "models").mkdir(parents=True)
+    (tmp_path / ".outer.partial-1").mkdir()
+    write_context(plan, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".outer.partial-1", "model", "out"]
+
+
+def test_only_another_file_system_is_called_so(
+    plan: ImagePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for out in (tmp_path / "file" / "out", tmp_path / ("x" * 300)):
+        with pytest.raises(HostError) as caught:
+            write_context(plan, out)
+        assert caught.value.problems[0].hint == ""
+
+    def link(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(HostError) as caught:
+        write_context(plan, tmp_path / "out")
+    assert "file system that holds the weights" in caught.value.problems[0].hint
+    assert not list(tmp_path.glob(".out*"))
