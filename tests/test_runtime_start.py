@@ -91,7 +91,7 @@ def test_a_truncated_weight_file_is_refused(image: Image) -> None:
     expect(image, 81, "model.safetensors", "bytes, found")
 
 
-def test_a_flipped_weight_byte_of_a_small_model_is_found_without_asking(image: Image) -> None:
+def test_a_flipped_weight_byte_is_found_when_all_is_verified(image: Image) -> None:
     flip(image.path(places.MODEL_DIR) / "model.safetensors")
     expect(image, 81, "model.safetensors", "needs sha256")
 
