@@ -360,7 +360,7 @@ class Runtime:
         while "listening " not in self.log:
             assert self.process.poll() is None, self.log
             time.sleep(0.02)
-        line = next(line for line in self.log.splitlines() if line.startswith("listening "))
+        line = next(line for line in self.log.splitlines() if " listening " in line)
         self.url = f"http://127.0.0.1:{line.rpartition('port=')[2]}"
 
     def wait_ready(self) -> None:

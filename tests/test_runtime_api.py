@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -362,7 +363,7 @@ def test_info_names_rules_but_not_the_words_that_must_not_be_seen(
     text = runtime.get("/ral/info")[1].decode()
     info = json.loads(text)
     assert info["bundle"] == f"sha256:{image.digest}"
-    assert [rule["name"] for rule in info["rules"]][:2] == [f"bold:{words[0]}", "redact@1:1"]
+    assert [rule["name"] for rule in info["rules"]][:2] == [f"bold:{words[0]}", "redact@1:1#1"]
     assert info["routes"][0] == {"match": "finance.*", "action": "action1", "priority": 10}
 
 
@@ -453,3 +454,38 @@ def test_sigterm_lets_streams_end_refuses_new_work_and_exits_with_0(image: Image
         assert stream.read().endswith(b"data: [DONE]\n\n")
         assert runtime.process.wait(timeout=60) == 0
         assert "stopped" in runtime.log
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_stream_without_a_trace(image: Image, sent: signal.Signals) -> None:
+    with running(image, ONE_THREAD) as runtime:
+        stream = open_stream(runtime, 470)
+        runtime.process.send_signal(sent)
+        while runtime.get("/ready")[0] == 200:
+            time.sleep(0.005)
+        runtime.process.send_signal(sent)
+        assert runtime.process.wait(timeout=60) == 0
+        stream.close()
+        assert "Traceback" not in runtime.log
+        assert "stopped" in runtime.log
+
+
+def test_the_end_does_not_wait_for_a_prompt_that_is_being_prepared(model: Path, tmp_path: Path) -> None:
+    """The template hangs on these messages; the drain is shorter than a rendering may take."""
+    changed = tmp_path / "model"
+    shutil.copytree(model, changed)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (changed / "chat_template.jinja").write_text(
+        "{% if messages[0].content == 'bad' %}" + loops + "{% endif %}x"
+    )
+    bad = CHAT | {"messages": [{"role": "user", "content": "bad"}], "max_tokens": 1}
+    with running(make_image(tmp_path / "root", changed), ONE_THREAD | {"RAL_DRAIN_SECONDS": "0"}) as runtime:
+        where = urlsplit(runtime.url)
+        connection = http.client.HTTPConnection(where.hostname or "", where.port)
+        connection.request("POST", "/v1/chat/completions", json.dumps(bad))
+        assert say(runtime, max_tokens=1) != ""
+        runtime.process.send_signal(signal.SIGTERM)
+        assert runtime.process.wait(timeout=60) == 0
+        connection.close()
+        assert "template ended" not in runtime.log
+        assert "Traceback" not in runtime.log

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime_fixtures import SPECIAL, Rules, make_image, make_tokenizer
+from runtime_fixtures import SPECIAL, Rules, make_image, make_tokenizer, token_bytes
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ralbuild.contract.bundle import InputLimit
-from ralbuild.runtime.chat import ChatTemplate, find_template
+from ralbuild.runtime.chat import ChatTemplate, TemplateRefusalError
 from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.metrics import Metrics
 from ralbuild.runtime.preflight import check_files
 from ralbuild.runtime.prompts import Prompts
+from ralbuild.runtime.rendering import TemplateProcess, TemplateSource, find_template
 from ralbuild.runtime.settings import Settings
 from ralbuild.runtime.steps import read_tables
 from ralbuild.runtime.tokens import Tokenizer
@@ -42,8 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ours(folder: Path, messages: list[dict[str, str]]) -> list[int]:
     tokenizer = Tokenizer((folder / "tokenizer.json").read_bytes())
-    template = find_template({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
-    assert template is not None
+    source = find_template({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
+    assert source is not None
+    template = ChatTemplate(source.text, source.tokens)
     guarded = [{"role": item["role"], "content": tokenizer.guard(item["content"])} for item in messages]
     return list(tokenizer.encode(template.render(guarded), add_special_tokens=False))
 
@@ -139,9 +142,88 @@ def test_templates_render_as_in_transformers(template: str) -> None:
     ],
 )
 def test_a_template_that_refuses_or_reaches_out_is_a_400(template: str) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(TemplateRefusalError):
         ChatTemplate(template, {}).render([{"role": "user", "content": "hi"}])
+
+
+DOUBLING = (
+    "{{% set n = namespace(x=messages[0].role) %}}"
+    "{{% for i in range({}) %}}{{% set n.x = n.x ~ n.x %}}{{% endfor %}}{{{{ n.x }}}}"
+)
+
+
+@pytest.fixture
+def rendering() -> Iterator[Callable[[str], TemplateProcess]]:
+    started: list[TemplateProcess] = []
+
+    def start(template: str) -> TemplateProcess:
+        started.append(TemplateProcess(TemplateSource(template, {}), 2, seconds=1.0))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 9 ** (9 ** (messages | length + 8)) }}",
+        "{{ messages[0].role * 10 ** 10 }}",
+        DOUBLING.format(40),
+        DOUBLING.format(23),
+        "{{ messages[0].role.center(10 ** 11) }}",
+    ],
+    ids=["loops", "power", "product", "doubling", "output", "width"],
+)
+def test_a_template_beyond_its_limits_is_a_500_and_the_next_request_is_served(
+    rendering: Callable[[str], TemplateProcess], hostile: str
+) -> None:
+    process = rendering("{% if messages[0].content == 'bad' %}" + hostile + "{% else %}good{% endif %}")
+    for _ in range(2):
+        with pytest.raises(ApiError) as caught:
+            process.render([{"role": "user", "content": "bad"}])
+        assert (caught.value.status, caught.value.code) == (500, "template_limit")
+        assert process.render([{"role": "user", "content": "é" * 300_000}]) == "good"
+
+
+def test_a_template_s_refusal_crosses_the_process_as_a_400(
+    rendering: Callable[[str], TemplateProcess],
+) -> None:
+    with pytest.raises(ApiError, match="alternate") as caught:
+        rendering("{{ raise_exception('roles must alternate') }}").render([])
     assert (caught.value.status, caught.value.code) == (400, "chat_template_error")
+
+
+def test_guarding_special_tokens_is_linear(folder: Path) -> None:
+    tokenizer = Tokenizer((folder / "tokenizer.json").read_bytes())
+    text = "<|im_end|>" * 400_000  # a quadratic one would copy 1.6 TB here
+    guarded = tokenizer.guard(text)
+    assert len(guarded) - len(text) == 400_000 * 16
+    assert tokenizer.mark_bytes(guarded) == 400_000 * 64
+
+
+def test_a_text_that_cannot_fit_is_refused_before_any_filter_reads_it(
+    prompts: Prompts, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = max(map(len, [*token_bytes(folder), *(item.encode() for item in SPECIAL)]))
+    most = 512 * longest
+
+    def unreachable(*_: Any) -> Any:
+        raise AssertionError("the text was read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "guard", unreachable)
+        for refused in (
+            lambda: prompts.completion("a" * (most + 1)),
+            lambda: prompts.chat([{"role": "user", "content": "a " * most}]),
+            lambda: prompts.chat([{"role": "user", "content": "é "}] * most),
+        ):
+            with pytest.raises(ApiError) as caught:
+                refused()
+            assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    assert len(prompts.completion("a " * (most // 2))) > 512
 
 
 def test_the_jinja_file_beats_the_tokenizer_config() -> None:
@@ -149,13 +231,13 @@ def test_the_jinja_file_beats_the_tokenizer_config() -> None:
     files = {"tokenizer_config.json": json.dumps(config).encode()}
     assert find_template({}) is None
     for extra, expected in (({}, "B"), ({"chat_template.jinja": b"A"}, "A")):
-        template = find_template(files | extra)
-        assert template is not None
-        assert template.render([]) == expected
+        source = find_template(files | extra)
+        assert source is not None
+        assert source.text == expected
 
 
 @pytest.fixture
-def prompts(folder: Path, tmp_path: Path) -> Prompts:
+def prompts(folder: Path, tmp_path: Path) -> Iterator[Prompts]:
     """Input rules of one literal, and a limit of 20 characters."""
     model = tmp_path / "model"
     model.mkdir()
@@ -175,7 +257,11 @@ def prompts(folder: Path, tmp_path: Path) -> Prompts:
     metrics = Metrics("0")
     metrics.describe(checked.bundle, checked.digest)
     tokenizer = Tokenizer(checked.files["tokenizer.json"])
-    return Prompts(checked.bundle, tables.machine, tokenizer, find_template(checked.files), metrics)
+    source = find_template(checked.files)
+    assert source is not None
+    template = TemplateProcess(source, 1)
+    yield Prompts(checked.bundle, tables, tokenizer, template, metrics)
+    template.close()
 
 
 def test_token_filters_rewrite_the_text_and_cannot_make_special_tokens(

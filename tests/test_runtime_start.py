@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def expect(image: Image, status: int, *words: str, env: dict[str, str] | None = 
     assert found == status, log
     assert "Traceback" not in log
     last = log.splitlines()[-1]
-    assert last.startswith(f"refused exit={status} error=")
+    assert last.partition(" ")[2].startswith(f"refused exit={status} error=")
     for word in words:
         assert word in last
 
@@ -91,7 +93,37 @@ def test_a_truncated_weight_file_is_refused(image: Image) -> None:
 
 def test_a_flipped_weight_byte_is_found_when_all_is_verified(image: Image) -> None:
     flip(image.path(places.MODEL_DIR) / "model.safetensors")
-    expect(image, 81, "model.safetensors", "needs sha256", env={"RAL_VERIFY": "full"})
+    expect(image, 81, "model.safetensors", "needs sha256")
+
+
+def test_the_log_says_how_weights_were_checked(image: Image) -> None:
+    flip(image.path(places.MODEL_DIR) / "model.safetensors")
+    with running(image, {"RAL_VERIFY": "size"}) as runtime:
+        assert "weights=size" in runtime.log
+
+
+@pytest.mark.parametrize(
+    ("verify", "size", "full"),
+    [("", 2 << 30, True), ("", (2 << 30) + 1, False), ("size", 1, False), ("full", 1 << 50, True)],
+)
+def test_large_weights_are_hashed_only_on_request(verify: str, size: int, full: bool) -> None:
+    assert read_settings({"RAL_VERIFY": verify}).hashes(size) is full
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("chat_template.jinja", b"caf\xe9 {{ messages }}", "not UTF-8"),
+        ("chat_template.jinja", b"{% for %}", "not a chat template"),
+        ("tokenizer_config.json", b"[]", "not a JSON object"),
+    ],
+)
+def test_a_text_file_that_is_not_what_its_name_says_is_refused(
+    model: Path, tmp_path: Path, name: str, data: bytes, words: str
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / name).write_bytes(data)
+    expect(make_image(tmp_path / "root", tmp_path / "model"), 81, words)
 
 
 def test_weights_that_do_not_fit_into_memory_are_refused(image: Image) -> None:
@@ -152,10 +184,10 @@ def test_the_start_line_names_graph_and_bundle_and_the_self_test_passes(model: P
     rules = Rules(bold=text[1:3].decode())
     image = make_image(tmp_path / "root", model, (rules,), self_tests=[SelfTest(0, tokens, expected.hex())])
     with running(image) as runtime:
-        (line,) = [line for line in runtime.log.splitlines() if line.startswith("RAL patch applied")]
+        (line,) = [line for line in runtime.log.splitlines() if "RAL patch applied" in line]
         before, _, bundle = line.partition(" bundle=")
         assert bundle == f"sha256:{image.digest}"
-        assert int(before.removeprefix("RAL patch applied to graph_id=0x"), 16) > 0
+        assert int(before.partition("Z RAL patch applied to graph_id=0x")[2], 16) > 0
 
 
 def test_limits_of_the_control_group_are_kept(tmp_path: Path) -> None:
@@ -178,4 +210,6 @@ def test_limits_of_the_control_group_are_kept(tmp_path: Path) -> None:
 )
 def test_a_log_value_stays_on_its_line(capsys: pytest.CaptureFixture[str], value: Any, shown: str) -> None:
     log_event("event", key=value)
-    assert capsys.readouterr().err == f"event key={shown}\n"
+    moment, _, rest = capsys.readouterr().err.partition(" ")
+    assert rest == f"event key={shown}\n"
+    assert abs(datetime.fromisoformat(moment) - datetime.now(UTC)) < timedelta(minutes=1)

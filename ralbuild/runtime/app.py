@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,7 +23,8 @@ from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.log import log_event
 from ralbuild.runtime.metrics import CONTENT_TYPE, Metrics
-from ralbuild.runtime.orders import Piece
+from ralbuild.runtime.orders import Order, Piece
+from ralbuild.runtime.preparing import HungUpError, Preparation
 from ralbuild.runtime.replies import PING, Reply
 from ralbuild.runtime.requests import Ask, parse_chat, parse_completion
 
@@ -46,6 +48,7 @@ class Api:
         self.lifecycle = lifecycle
         self.metrics = metrics
         self.service: Service | None = None
+        self._preparation = Preparation()
         self.in_flight = 0
         """Requests to generate whose answer is not sent completely."""
         routes = [
@@ -59,7 +62,11 @@ class Api:
             Route("/v1/completions", partial(self._generate, parse_completion), methods=["POST"]),
         ]
         self._paths = {route.path for route in routes}
-        handlers: dict[Any, Any] = {ApiError: _answer_api_error, HTTPException: _answer_http_error}
+        handlers: dict[Any, Any] = {
+            ApiError: _answer_api_error,
+            HTTPException: _answer_http_error,
+            Exception: _answer_bug,
+        }
         self._app = Starlette(routes=routes, exception_handlers=handlers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,15 +76,17 @@ class Api:
         exchange = _Exchange(scope, send, self.lifecycle.draining)
         generates = scope["method"] == "POST"
         self.in_flight += generates
+        scope["ral"] = {"id": exchange.id}
         try:
             await self._app(scope, receive, exchange.send)
+        except asyncio.CancelledError:
+            # The process ends now. An answer that was not completed makes the server close the connection.
+            scope["ral"]["finish"] = "shutdown"
         except Exception as error:
-            log_event("request failed", id=exchange.id, error=type(error).__name__)
-            if exchange.status:
-                raise
-            failure = ApiError(500, "internal_error", "the server failed to answer; its log has the reason")
-            await _answer(failure)(scope, receive, exchange.send)
-            raise
+            # A bug; starlette has answered already, or the stream stays incomplete and is closed.
+            log_event(
+                "request failed", id=exchange.id, error=type(error).__name__, trace=traceback.format_exc()
+            )
         finally:
             self.in_flight -= generates
             path = scope["path"] if scope["path"] in self._paths else "other"
@@ -110,16 +119,27 @@ class Api:
         """Answer a chat or text completion; everything that can be refused is refused before the 200."""
         service = self._serving()
         self.lifecycle.require_ready()
-        ask = parse(await _read_body(request))
-        _check_input_length(request.headers.get(INPUT_LENGTH_HEADER), ask)
-        order = await asyncio.to_thread(service.make_order, ask, request.headers.get(ROUTE_HEADER))
+        self._preparation.require_room()
+        body = await _read_body(request)
+        route, length = _header(request, ROUTE_HEADER), _header(request, INPUT_LENGTH_HEADER)
+
+        def prepare() -> tuple[Ask, Order]:
+            ask = parse(body)
+            _check_input_length(length, ask)
+            return ask, service.make_order(ask, route)
+
+        try:
+            ask, order = await self._preparation.run(prepare, request.receive)
+        except HungUpError:
+            return Response(status_code=499)  # nobody reads it; the number is for the log
         mailbox = _Mailbox()
         generation = service.submit(order, mailbox.put)
         profile = service.bundle.profiles[order.profile].name
-        request.scope["ral"] = facts = {"profile": profile, "prompt_tokens": len(order.prompt)}
+        facts: dict[str, Any] = request.scope["ral"]
+        facts |= {"profile": profile, "prompt_tokens": len(order.prompt)}
         reply = Reply(
             chat=parse is parse_chat,
-            id=uuid.uuid4().hex,
+            id=facts["id"],
             created=int(time.time()),
             model=ask.model,
             prompt_tokens=len(order.prompt),
@@ -159,15 +179,9 @@ class _Exchange:
 
     def log(self, path: str) -> None:
         """Write the request's line."""
-        facts = self._scope.get("ral", {})
-        log_event(
-            "request",
-            id=self.id,
-            path=path,
-            status=self.status,
-            seconds=time.monotonic() - self._begin,
-            **facts,
-        )
+        facts: dict[str, Any] = self._scope["ral"]
+        seconds = time.monotonic() - self._begin
+        log_event("request", path=path, status=self.status, seconds=seconds, **facts)
 
 
 class _Mailbox:
@@ -281,6 +295,14 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
+def _header(request: Request, name: str) -> str | None:
+    """Return a header that decides something; with two, a gateway may have checked the other one."""
+    values = request.headers.getlist(name)
+    if len(values) > 1:
+        raise ApiError(400, "duplicate_header", f"{name} was sent {len(values)} times", param=name)
+    return values[0] if values else None
+
+
 def _check_input_length(header: str | None, ask: Ask) -> None:
     """A gateway that measured the input says so: a difference means that text was lost on the way."""
     if header is not None and header.strip() != str(ask.input_length):
@@ -294,13 +316,19 @@ def _answer(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, headers)
 
 
-async def _answer_api_error(_: Request, error: ApiError) -> Response:
+async def _answer_api_error(request: Request, error: ApiError) -> Response:
+    request.scope["ral"]["code"] = error.code
     return _answer(error)
+
+
+async def _answer_bug(request: Request, _: Exception) -> Response:
+    error = ApiError(500, "internal_error", "the server failed to answer; its log has the reason")
+    return await _answer_api_error(request, error)
 
 
 async def _answer_http_error(request: Request, error: HTTPException) -> Response:
     code = "not_found" if error.status_code == 404 else "method_not_allowed"
     message = f"{request.method} {request.url.path} is not part of this API"
-    response = _answer(ApiError(error.status_code, code, message))
+    response = await _answer_api_error(request, ApiError(error.status_code, code, message))
     response.headers.update(error.headers or {})
     return response

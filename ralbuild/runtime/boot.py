@@ -12,13 +12,13 @@ from ralbuild.runtime.host import available_memory, has_bfloat16, usable_cpus
 from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.log import log_event, log_line
 from ralbuild.runtime.metrics import Metrics
-from ralbuild.runtime.preflight import Checked, check_files
+from ralbuild.runtime.preflight import Checked, check_files, hash_weights
 from ralbuild.runtime.settings import Settings
 
 if TYPE_CHECKING:
-    from ralbuild.runtime.chat import ChatTemplate
     from ralbuild.runtime.model.graph import DecodeGraph
     from ralbuild.runtime.model.weights import LoadedModel
+    from ralbuild.runtime.rendering import TemplateProcess
     from ralbuild.runtime.service import Service
     from ralbuild.runtime.steps import Patch
     from ralbuild.runtime.tokens import Tokenizer
@@ -35,7 +35,7 @@ class _TextParts:
 
     patch: Patch
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: TemplateProcess | None
 
 
 def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
@@ -48,11 +48,16 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
     checked = check_files(settings)
     bundle = checked.bundle
     metrics.describe(bundle, checked.digest)
-    log_event("checked", bundle=f"sha256:{checked.digest}", model=bundle.model)
+    full = settings.hashes(sum(item.size for item in checked.manifest.weights))
+    how = "sha256" if full else "size"
+    log_event("checked", bundle=f"sha256:{checked.digest}", model=bundle.model, weights=how)
     lifecycle.enter("import")
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         text = pool.submit(_load_text, checked)
+        hashed = pool.submit(hash_weights, checked) if full else None
         model = _load_model(settings, lifecycle, checked, pool, text)
+        if hashed is not None:
+            hashed.result()
     parts = text.result()
     lifecycle.enter("self-test")
     from ralbuild.runtime.engine import Engine
@@ -72,7 +77,7 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
         queue=settings.queue,
         kv_bytes=kv_bytes,
     )
-    prompts = Prompts(bundle, parts.patch.tables.machine, parts.tokenizer, parts.template, metrics)
+    prompts = Prompts(bundle, parts.patch.tables, parts.tokenizer, parts.template, metrics)
     engine.start()
     log_line(f"RAL patch applied to graph_id=0x{id(graph):x} bundle=sha256:{checked.digest}")
     return Service(bundle, checked.digest, prompts, engine, metrics)
@@ -102,7 +107,8 @@ def self_test(graph: DecodeGraph, checked: Checked) -> None:
 
 
 def _load_text(checked: Checked) -> _TextParts:
-    from ralbuild.runtime.chat import find_template
+    from ralbuild.runtime.preparing import THREADS
+    from ralbuild.runtime.rendering import TemplateProcess, find_template
     from ralbuild.runtime.steps import link_patch, read_tables
     from ralbuild.runtime.tokens import Tokenizer
 
@@ -110,7 +116,9 @@ def _load_text(checked: Checked) -> _TextParts:
     patch = link_patch(checked.bundle, checked.manifest, tables)
     if "tokenizer.json" not in checked.files:
         raise ModelMismatchError("is missing", place="tokenizer.json")
-    return _TextParts(patch, Tokenizer(checked.files["tokenizer.json"]), find_template(checked.files))
+    source = find_template(checked.files)
+    template = TemplateProcess(source, THREADS) if source is not None else None
+    return _TextParts(patch, Tokenizer(checked.files["tokenizer.json"]), template)
 
 
 def _load_model(

@@ -1,11 +1,17 @@
-"""Chat templates, rendered in Jinja's immutable sandbox as transformers does. The only door to jinja2."""
+"""Chat templates, rendered in Jinja's immutable sandbox as transformers does. The only door to jinja2.
+
+``python -m ralbuild.runtime.chat`` is the process that `ralbuild.runtime.rendering` starts and ends.
+"""
 
 from __future__ import annotations
 
 import json
+import resource
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, BinaryIO
 
 import jinja2
 from jinja2 import nodes
@@ -13,10 +19,17 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ralbuild.contract.codec import FormatError, parse_json
-from ralbuild.runtime.errors import ApiError, ModelMismatchError
+MEMORY_BYTES = 1 << 30
+"""Address space of the process; Python and Jinja take about 50 MiB of it."""
+MAX_OUTPUT = 1 << 24
+"""Most characters of a prompt's text: four times what a body may bring."""
+ORPHAN_SECONDS = 60
+"""After this long the process ends itself: the service, which would have ended it, must be gone."""
+_HEAD = 8
 
-_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+class TemplateRefusalError(Exception):
+    """The template cannot be compiled, or refuses the conversation."""
 
 
 class _Generation(Extension):
@@ -42,58 +55,32 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ModelMismatchError(f"is not a chat template: {error}", place="chat template") from None
+        except (jinja2.TemplateError, ValueError, RecursionError, SyntaxError) as error:
+            raise TemplateRefusalError(str(error)) from None
         self._tokens = dict(tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the prompt text for ``messages``, ending where the answer begins.
 
         Raises:
-            ApiError: 400 when the template refuses the conversation.
+            TemplateRefusalError: when the template refuses the conversation, or fails on it.
+            MemoryError: when the text is longer than `MAX_OUTPUT` characters.
         """
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            message = f"the model's chat template refuses these messages: {error}"
-            raise ApiError(400, "chat_template_error", message, param="messages") from None
-
-
-def find_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
-    """Return the model's chat template, or None: ``chat_template.jinja`` beats the tokenizer's config.
-
-    Raises:
-        ModelMismatchError: when a file is not what its name says.
-    """
-    try:
-        config = parse_json(files.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
-        extra = parse_json(files.get("special_tokens_map.json", b"{}"), "special_tokens_map.json")
-    except FormatError as error:
-        raise ModelMismatchError(error.message, place=error.where) from None
-    source = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else _from_config(config)
-    if source is None:
-        return None
-    tokens = {name: _content(config.get(name, extra.get(name))) for name in _TOKEN_NAMES}
-    return ChatTemplate(source, {name: value for name, value in tokens.items() if value is not None})
-
-
-def _from_config(config: Mapping[str, Any]) -> str | None:
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several named templates
-        named = {str(item.get("name")): item.get("template") for item in found if isinstance(item, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _content(token: Any) -> str | None:
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) else None
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a program of somebody else's can raise
+            raise TemplateRefusalError(str(error)) from None
+        if len(text) > MAX_OUTPUT:
+            raise MemoryError
+        return text
 
 
 def _tojson(
@@ -114,3 +101,52 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().astimezone().strftime(form)
+
+
+def _answer(template: ChatTemplate, messages: Any) -> dict[str, str]:
+    try:
+        return {"text": template.render(messages)}
+    except TemplateRefusalError as error:
+        return {"error": str(error)[:1000]}
+    except MemoryError:
+        return {"limit": "takes too much memory"}
+
+
+def _receive(source: BinaryIO) -> Any:
+    head = source.read(_HEAD)
+    if len(head) < _HEAD:  # the service has ended
+        sys.exit(0)
+    return json.loads(source.read(int.from_bytes(head, "big")))
+
+
+def _send(target: BinaryIO, value: dict[str, str]) -> None:
+    data = json.dumps(value).encode()
+    target.write(len(data).to_bytes(_HEAD, "big") + data)
+    target.flush()
+
+
+def main() -> None:
+    """Compile the first frame's template, then render the messages of every further one."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    first = _receive(source)
+    signal.alarm(ORPHAN_SECONDS)
+    try:
+        template = ChatTemplate(first["text"], first["tokens"])
+    except TemplateRefusalError as error:
+        _send(target, {"error": str(error)})
+        return
+    except MemoryError:
+        _send(target, {"error": "it takes too much memory"})
+        return
+    _send(target, {})
+    while True:
+        signal.alarm(0)
+        messages = _receive(source)
+        signal.alarm(ORPHAN_SECONDS)
+        _send(target, _answer(template, messages))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,26 +1,25 @@
-"""Plain log lines on standard error: ``event key=value ...``. Never a prompt, never an answer."""
+"""Log lines on standard error: ``TIME event key=value ...``, time in UTC. Never a prompt or an answer."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from datetime import UTC, datetime
 
 # Reentrant: a signal handler logs too, and may interrupt a line.
 _LOCK = threading.RLock()
 
 
 def log_line(text: str) -> None:
-    """Write one line as it is."""
+    """Write one line behind the time."""
     with _LOCK:
-        sys.stderr.write(text + "\n")
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
+        sys.stderr.write(f"{now}Z {text}\n")
         sys.stderr.flush()
 
 
 def log_event(event: str, **fields: object) -> None:
-    """Write ``event`` and its fields; a value with spaces or quotes is quoted.
-
-    No time stamp: whoever collects a container's output adds one.
-    """
+    """Write ``event`` and its fields; a value with spaces or quotes is quoted."""
     log_line(" ".join([event, *(f"{key}={_plain(value)}" for key, value in fields.items())]))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from ralbuild.contract.bundle import Bundle
-from ralbuild.contract.transducer import Transducer
-from ralbuild.runtime.chat import ChatTemplate
 from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.metrics import Metrics
+from ralbuild.runtime.rendering import Renderer
+from ralbuild.runtime.steps import Tables
 from ralbuild.runtime.tokens import Tokenizer
 
 
@@ -18,40 +19,58 @@ class Prompts:
     def __init__(
         self,
         bundle: Bundle,
-        machine: Transducer,
+        tables: Tables,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        template: Renderer | None,
         metrics: Metrics,
     ) -> None:
         self._limits = bundle.input_limits
         self._profile = bundle.input_profile
         self._rewrites = bool(bundle.profiles[bundle.input_profile].rules)
-        self._machine = machine
+        self._machine = tables.machine
         self._tokenizer = tokenizer
         self._template = template
         self._metrics = metrics
+        offsets = tables.vocab.offsets
+        longest = max((b - a for a, b in itertools.pairwise(offsets)), default=0)
+        self._most_bytes = bundle.engine.max_seq_len * max(longest, tokenizer.longest, 1)
 
     def chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
         """Return the prompt of a conversation, ending where the answer begins.
 
         Raises:
-            ApiError: 422 when a text breaks an input limit, 400 when the template refuses the messages.
+            ApiError: 422 when a text breaks an input limit, 400 when the text is longer than any that fits
+                or when the template refuses the messages.
         """
         if self._template is None:
             message = "the model has no chat template; use /v1/completions"
             raise ApiError(400, "no_chat_template", message)
+        self._check_size([item["content"] for item in messages])
         guarded = [
             {"role": item["role"], "content": self._prepare(item["content"], f"messages[{index}].content")}
             for index, item in enumerate(messages)
         ]
+        self._check_size([item["content"] for item in guarded])
         return self._tokenizer.encode(self._template.render(guarded), add_special_tokens=False)
 
     def completion(self, prompt: str) -> tuple[int, ...]:
         """Return the prompt of a text; raises ApiError like `chat`."""
-        ids = self._tokenizer.encode(self._prepare(prompt, "prompt"), add_special_tokens=True)
+        self._check_size([prompt])
+        prepared = self._prepare(prompt, "prompt")
+        self._check_size([prepared])
+        ids = self._tokenizer.encode(prepared, add_special_tokens=True)
         if not ids:
             raise ApiError(400, "invalid_value", "prompt: needs at least one token", param="prompt")
         return ids
+
+    def _check_size(self, texts: Sequence[str]) -> None:
+        """Refuse what cannot fit, before work that grows with it: no token is longer than the longest."""
+        # The marks of `guard` become no tokens.
+        size = sum(len(text.encode()) - self._tokenizer.mark_bytes(text) for text in texts)
+        if size > self._most_bytes:
+            message = f"the prompt has {size} bytes; the context holds at most {self._most_bytes}"
+            extra = {"measured": size, "allowed": self._most_bytes}
+            raise ApiError(400, "context_length_exceeded", message, extra=extra)
 
     def _prepare(self, text: str, param: str) -> str:
         self._check_limits(text, param)

@@ -10,6 +10,10 @@ from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.runtime.errors import ApiError
 
 MAX_STOPS = 16
+MAX_STOP_BYTES = 1024
+"""Length of one stop string in UTF-8: an automaton is made of it for every request."""
+_SHOWN = 80
+"""Characters of a wrong value that an error repeats."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
@@ -143,9 +147,10 @@ def _message(item: Any, where: str) -> dict[str, str]:
     if not isinstance(item, dict):
         raise _wrong(where, "needs an object with role and content")
     role = item.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(sorted(_ROLES))
-        raise _wrong(f"{where}.role", f"needs one of {known}; found {role!r}")
+        found = repr(role[:_SHOWN]) if isinstance(role, str) else "no string"
+        raise _wrong(f"{where}.role", f"needs one of {known}; found {found}")
     return {"role": _ROLES[role], "content": _content(item.get("content"), f"{where}.content")}
 
 
@@ -171,6 +176,8 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise _wrong("stop", f"needs a string or a list of at most {MAX_STOPS} strings")
     if not all(isinstance(item, str) and item for item in items):
         raise _wrong("stop", "needs strings that are not empty")
+    if any(len(item.encode()) > MAX_STOP_BYTES for item in items):
+        raise _wrong("stop", f"needs strings of at most {MAX_STOP_BYTES} bytes")
     return tuple(dict.fromkeys(items))
 
 

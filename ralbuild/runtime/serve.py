@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
+import threading
 import time
 from types import FrameType
 
@@ -11,6 +14,9 @@ import uvicorn
 from ralbuild.runtime.app import Api
 from ralbuild.runtime.errors import HostUnfitError
 from ralbuild.runtime.log import log_event
+
+_LAST_SECONDS = 3.0
+"""After the drain: time for the loop to end what is cut short."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -29,6 +35,13 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise HostUnfitError(f"cannot listen: {error}", place=f"{host}:{port}") from None
     return listener
+
+
+class _Bridge(logging.Handler):
+    """uvicorn's warnings as lines of ours: one line each, no trace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log_event("server", level=record.levelname.lower(), message=record.getMessage().strip())
 
 
 class Server(uvicorn.Server):
@@ -51,6 +64,10 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=5,
         )
         super().__init__(config)
+        logger = logging.getLogger("uvicorn.error")
+        logger.propagate = False
+        logger.setLevel(logging.WARNING)
+        logger.handlers = [_Bridge()]
         self._api = api
         self._drain_seconds = drain_seconds
         self._deadline = 0.0
@@ -62,6 +79,10 @@ class Server(uvicorn.Server):
             return
         self._api.lifecycle.draining = True
         self._deadline = time.monotonic() + self._drain_seconds
+        # Should anything keep the loop from ending, the process ends all the same.
+        last = threading.Timer(self._drain_seconds + _LAST_SECONDS, os._exit, [0])
+        last.daemon = True
+        last.start()
         log_event("draining", signal=sig, in_flight=self._api.in_flight)
 
     async def on_tick(self, counter: int) -> bool:
@@ -72,5 +93,6 @@ class Server(uvicorn.Server):
             late = time.monotonic() > self._deadline
             if late and self._api.in_flight:
                 log_event("drain cut short", in_flight=self._api.in_flight)
+            self.force_exit = self.force_exit or late
             self.should_exit = self.should_exit or late or not self._api.in_flight
         return await super().on_tick(counter)

@@ -92,7 +92,7 @@ class Service:
                 for route in bundle.routes
             ],
             "rules": [
-                {"id": number, "name": _rule_name(rule), "kind": rule.kind, "source": rule.source}
+                {"id": number, "name": _rule_name(number, rule), "kind": rule.kind, "source": rule.source}
                 | {"place": rule.place, "events": counts[number]}
                 for number, rule in enumerate(bundle.rules)
             ],
@@ -102,7 +102,7 @@ class Service:
         served = self.bundle.model
         if model != served and not model.startswith(f"{served}/"):
             raise ApiError(
-                404, "model_not_found", f"this server has {served!r}, not {model!r}", param="model"
+                404, "model_not_found", f"this server has {served!r}, not {model[:80]!r}", param="model"
             )
         route = header if header is not None else model[len(served) + 1 :]
         if len(route) > MAX_ROUTE:
@@ -111,8 +111,9 @@ class Service:
         return route
 
 
-def _rule_name(rule: Rule) -> str:
-    return f"{rule.kind}@{rule.place}" if rule.kind in _PRIVATE_KINDS else f"{rule.kind}:{rule.text}"
+def _rule_name(number: int, rule: Rule) -> str:
+    # The number tells apart what one line, or a built-in list, brings along.
+    return f"{rule.kind}@{rule.place}#{number}" if rule.kind in _PRIVATE_KINDS else f"{rule.kind}:{rule.text}"
 
 
 def _first(*values: float | None) -> float:

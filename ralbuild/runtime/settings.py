@@ -9,6 +9,9 @@ from pathlib import Path
 from ralbuild.contract import places
 from ralbuild.runtime.errors import HostUnfitError
 
+FULL_BYTES = 2 << 30
+"""Weights that are hashed by default: about a second of one processor, while torch is imported."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -18,7 +21,8 @@ class Settings:
         root: put in front of every path of `ralbuild.contract.places`; empty inside a container.
         host, port: where to listen; port 0 takes a free one.
         bundle_sha256: digest that ``bundle.json`` must have; empty to accept any.
-        verify_full: hash the weight files too, not only their sizes.
+        verify: ``full`` hashes the weight files, ``size`` compares their sizes only, ``auto`` takes
+            ``full`` for weights of at most `FULL_BYTES`.
         threads: compute threads; 0 takes what affinity and the cgroup allow.
         queue: requests that may wait for a slot; one more is refused with 429.
         kv_bytes: memory for keys and values; 0 takes what is free once the weights are loaded.
@@ -29,11 +33,15 @@ class Settings:
     host: str = "0.0.0.0"  # noqa: S104 - a container listens on all of its own interfaces
     port: int = places.PORT
     bundle_sha256: str = ""
-    verify_full: bool = False
+    verify: str = "auto"
     threads: int = 0
     queue: int = 64
     kv_bytes: int = 0
     drain_seconds: int = 300
+
+    def hashes(self, weight_bytes: int) -> bool:
+        """Tell whether weights of this size are hashed at start."""
+        return self.verify == "full" or (self.verify == "auto" and weight_bytes <= FULL_BYTES)
 
     def path(self, place: str) -> Path:
         """Return where ``place`` of the image lies for this process."""
@@ -47,15 +55,15 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         HostUnfitError: naming the variable that has no meaning.
     """
     usual = Settings()
-    verify = env.get("RAL_VERIFY", "size")
-    if verify not in ("size", "full"):
-        raise HostUnfitError(f"needs 'size' or 'full', found {verify!r}", place="RAL_VERIFY")
+    verify = env.get("RAL_VERIFY") or usual.verify
+    if verify not in ("auto", "size", "full"):
+        raise HostUnfitError(f"needs 'auto', 'size' or 'full', found {verify!r}", place="RAL_VERIFY")
     return Settings(
         root=env.get("RAL_ROOT", "").rstrip("/"),
         host=env.get("RAL_HOST", usual.host),
         port=_number(env, "RAL_PORT", usual.port, 65535),
         bundle_sha256=env.get("RAL_BUNDLE_SHA256", "").removeprefix("sha256:"),
-        verify_full=verify == "full",
+        verify=verify,
         threads=_number(env, "RAL_THREADS", usual.threads, 4096),
         queue=_number(env, "RAL_QUEUE", usual.queue, 1 << 20),
         kv_bytes=_number(env, "RAL_KV_BYTES", usual.kv_bytes, 1 << 50),
