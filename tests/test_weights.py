@@ -9,6 +9,7 @@ import os
 import struct
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,17 @@ def test_a_header_of_220_000_tensors_is_read(tmp_path: Path) -> None:
     assert len(found.tensors) == count
     again = json.dumps(header)[:-1] + ',"t219999":{}}'
     assert parse(again.encode(), count)[1] == {"W110"}
+
+
+@pytest.mark.parametrize("filler", [b"0", b"{}", b"[]", b'""'])
+def test_a_header_stuffed_with_values_is_refused_before_it_costs_memory(filler: bytes) -> None:
+    text = b'{"a":[' + (filler + b",") * 20_000_000 + b"0]}"
+    tracemalloc.start()
+    try:
+        assert parse(text, 1)[1] == {"W109"}
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ DTYPE_BITS = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SPARE_PARTS = 500_000
+"""Objects, lists or commas that metadata may hold."""
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
@@ -99,6 +103,9 @@ def parse_header(text: bytes, data_size: int, name: str, findings: Findings) -> 
     """Check the JSON ``text`` of a header against the ``data_size`` bytes that follow it."""
     if text[:1] != b"{":
         findings.add("W111", f"begins with {text[:1]!r}", file=name, found=repr(text[:1]), needed="'{'")
+    if not _plausible(text):
+        findings.add("W109", "the header holds far more than its tensors explain", file=name)
+        return None
     try:
         header = parse_json(text, name)
     except FormatError as error:
@@ -120,6 +127,13 @@ def parse_header(text: bytes, data_size: int, name: str, findings: Findings) -> 
     for tensor in tensors:
         _check_use(tensor, start, name, findings)
     return Header(tuple(tensors), start)
+
+
+def _plausible(text: bytes) -> bool:
+    """Bound what parsing may cost: a tensor has one object, two lists and a few commas."""
+    tensors = text.count(b'"data_offsets"')
+    parts = text.count(b"{") + text.count(b"[")
+    return parts <= 3 * tensors + _SPARE_PARTS and text.count(b",") <= 16 * tensors + _SPARE_PARTS
 
 
 def _check_metadata(header: dict[str, Any], name: str, findings: Findings) -> None:
@@ -146,7 +160,7 @@ def _tensor(key: str, item: Any, name: str, findings: Findings) -> Tensor | None
     def fault(rule: str, message: str) -> None:
         findings.add(rule, message, file=name, tensor=key)
 
-    if not key or any(ord(char) < 32 or ord(char) == 127 for char in key):
+    if not key or _CONTROL.search(key):
         fault("W124", "a tensor name must not be empty or hold control characters")
         return None
     if not isinstance(item, dict) or not item.keys() >= _FIELDS:
