@@ -222,7 +222,7 @@ def test_an_interrupt_ends_the_read_of_a_large_file(model: Path) -> None:
     assert child.stderr is not None
     while '"progress"' not in child.stderr.readline():
         assert child.poll() is None
-    child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGTERM)  # SIGINT may be ignored where tests run in the background
     out, err = child.communicate(timeout=120)  # hashing 200 GB takes longer than that
     assert child.returncode == 130
     assert out == ""
