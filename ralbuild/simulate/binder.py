@@ -100,7 +100,7 @@ class Binder:
     def _check_immediate(value: int, kind: str) -> None:
         """ptxas cuts a constant that is too wide; nothing that is compiled has one."""
         bits = BITS[kind]
-        if kind in ("f16", "bf16", "f32", "f64") or not -(1 << bits) < value < 1 << max(bits, 32):
+        if kind in ("f16", "bf16", "f32", "f64") or not -(1 << bits) < value < 1 << bits:
             raise ValueError(f"{value} is no constant of .{kind}")
 
     def _predicate(self, value: bool) -> Array:

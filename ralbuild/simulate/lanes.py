@@ -103,6 +103,6 @@ def ufunc(function: np.ufunc, target: Array, *sources: Array, dtype: type[np.gen
     compute: Callable[..., Array] = partial(function, *sources, **keywords)
     # A temporary and a masked copy: NumPy's own `where=` is several times slower.
     return Step(
-        partial(function, *sources, target, **keywords),
+        partial(function, *sources, out=target, **keywords),
         lambda lanes: np.copyto(target, compute(), where=lanes.mask),
     )

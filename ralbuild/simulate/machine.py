@@ -309,8 +309,9 @@ def _place(
             later.append(variable)
         else:
             (shared if variable.space == "shared" else local).add(variable)
-    shared.size = -(-shared.size // 16) * 16
-    for variable in later:
+    if later or dynamic:
+        shared.size = -(-shared.size // 16) * 16
+    for variable in later:  # all of them begin where the launch's bytes begin
         shared.at[variable.name] = shared.size
     total = shared.size + dynamic
     if total > MAX_SHARED or local.size > 1 << 19:
