@@ -647,7 +647,7 @@ def shuffled(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
-@pytest.mark.parametrize("clamp_word", [0, 31, 0x1F, 0x181F, 0x1C03, 0x1000])
+@pytest.mark.parametrize("clamp_word", [0, 31, 0x181F, 0x1C03, 0x1000])
 def test_shuffles_follow_the_isas_pseudocode(mode: str, clamp_word: int) -> None:
     data = np.arange(64, dtype=np.int32) * 3 + 1
     for distance in (0, 1, 3, 8, 17, 31):

@@ -45,6 +45,8 @@ def draw(row: Draw, allows: Callable[[int], bool]) -> Drawn:
     value = np.where(np.isnan(value), np.float32(-np.inf), value)
     score = value
     tiers = [np.ones(size, bool)]
+    if value.max(initial=-np.inf) == -np.inf:
+        return Drawn(row.eos_id, 0, score)
     if row.temperature > 0:
         scale = np.float32(1.0) / np.float32(row.temperature)
         score = value * scale + noise(row.seed, row.step, np.arange(size))
