@@ -113,6 +113,9 @@ def random_draws(tables: Tables, count: int, seed: int) -> list[DrawCase]:
         spoiled = rng.integers(0, columns, 4)
         if number % 5 == 1:
             logits[spoiled] = [np.nan, -np.inf, 30.0, 30.0]
+        logits[len(tables.vocab) :] = 50.0  # columns that are no token
+        if number % 7 == 2:
+            logits[[0, -38][number % 2]] = 9.0  # the first token, or the last one, decides
         if number % 17 == 3:
             logits[:] = rng.choice([0.0, -np.inf])
         out.append(

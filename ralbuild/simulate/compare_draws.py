@@ -117,16 +117,15 @@ def _check_draw(
         if token != drawn.token and _tied(drawn.scores, token, drawn.token):
             result.ties += 1
             return None
-        after = _walk(tables.bans, case.ban_state, tables.vocab[drawn.token])
-        moved = after if after != BANNED else case.ban_state
+        moved = case.ban_state
+        if not drawn.given_up:
+            moved = _walk(tables.bans, moved, tables.vocab[drawn.token])
         wanted = {
             "token": drawn.token,
             "ban_state": moved,
             "ban_events": drawn.refused,
             "step": case.step + 1,
         }
-        if drawn.refused and drawn.token == tables.eos_ids[0] and found("ban_state") == case.ban_state:
-            wanted["ban_state"] = case.ban_state  # given up: the state stays
         result.tokens += 1
     for name, value in wanted.items():
         if found(name) != value:

@@ -31,11 +31,15 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The token, how many candidates were refused before it, and every score, for near ties."""
+    """The token, how many candidates were refused before it, and every score, for near ties.
+
+    ``given_up`` says that no candidate was allowed: the token is ``eos_id``, and the ban automaton stays.
+    """
 
     token: int
     refused: int
     scores: Array
+    given_up: bool = False
 
 
 def draw(row: Draw, allows: Callable[[int], bool]) -> Drawn:
@@ -46,7 +50,7 @@ def draw(row: Draw, allows: Callable[[int], bool]) -> Drawn:
     score = value
     tiers = [np.ones(size, bool)]
     if value.max(initial=-np.inf) == -np.inf:
-        return Drawn(row.eos_id, 0, score)
+        return Drawn(row.eos_id, 0, score, given_up=True)
     if row.temperature > 0:
         scale = np.float32(1.0) / np.float32(row.temperature)
         score = value * scale + noise(row.seed, row.step, np.arange(size))
@@ -60,7 +64,7 @@ def draw(row: Draw, allows: Callable[[int], bool]) -> Drawn:
         refused += 1
         if refused == CANDIDATES:
             break
-    return Drawn(row.eos_id, refused, score)
+    return Drawn(row.eos_id, refused, score, given_up=True)
 
 
 def _ranked(score: Array, tiers: list[Array]) -> Iterator[int]:

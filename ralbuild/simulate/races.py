@@ -9,7 +9,7 @@ writes of the same value. Locks made of atomics are not understood: what they pr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from ralbuild.simulate.services import Access
 
 Scope = Literal["between blocks", "between warps", "within a warp"]
 _NONE = -1
+_MOST_KEPT = 8_000_000
+"""Reads that are kept for later, in threads, before shadows are made after all."""
 _NOBODY = np.iinfo(np.int32).max
 
 
@@ -76,6 +78,14 @@ class _Shadow:
         self.block_stamp, self.warp_stamp = np.full((2, size), _NONE, np.int32)
 
 
+class _Read(NamedTuple):
+    """A read, with the intervals its threads were in."""
+
+    access: Access
+    block: Array
+    warp: Array
+
+
 class RaceDetector:
     """An observer that collects races of one launch."""
 
@@ -87,6 +97,9 @@ class RaceDetector:
         self.warp_interval = (np.arange(total) // WARP).astype(np.int32)
         self._next = total
         self._shadows: dict[Buffer, _Shadow] = {}
+        self._unwritten: dict[Buffer, list[_Read]] = {}
+        """Reads of buffers that nothing has written: most are tables, and never need a shadow."""
+        self._kept = 0
         self._code: dict[int, Instruction] = {}
         self._found: dict[tuple[str, str, str, int, int], Race] = {}
 
@@ -98,10 +111,13 @@ class RaceDetector:
     def forget(self) -> None:
         """Start a new launch: what came before it is ordered before it."""
         self._shadows.clear()
+        self._unwritten.clear()
+        self._kept = 0
 
     def emptied(self, buffer: Buffer) -> None:
         """Forget a buffer; see `Observer`."""
         self._shadows.pop(buffer, None)
+        self._unwritten.pop(buffer, None)
 
     def synchronized(self, threads: Array, *, block: bool) -> None:
         """Begin a new interval for these threads; see `Observer`."""
@@ -114,12 +130,14 @@ class RaceDetector:
 
     def access(self, access: Access) -> None:
         """Compare an access with what is known of its bytes, and remember it; see `Observer`."""
+        self._code[access.instruction.index] = access.instruction
         shadow = self._shadows.get(access.buffer)
         if shadow is None:
-            shadow = self._shadows[access.buffer] = _Shadow(access.buffer.size)
-        self._code[access.instruction.index] = access.instruction
-        at = (access.offset[:, None] + np.arange(access.size)).reshape(-1)
-        thread = np.repeat(access.threads, access.size).astype(np.int32)
+            if access.kind == "read" and self._kept < _MOST_KEPT:
+                self._keep(access)
+                return
+            shadow = self._shadow(access.buffer)
+        at, thread = _bytes_of(access)
         if access.kind == "read":
             harmless: Array = np.zeros(len(at), bool)
         elif access.kind == "atomic":
@@ -129,10 +147,27 @@ class RaceDetector:
             harmless = ~shadow.atomic[at] & (access.buffer.bytes[at] == access.values.reshape(-1))
         self._against_writer(access, shadow, at, thread, harmless)
         if access.kind == "read":
-            self._note_read(access, shadow, at, thread)
+            _note_read(access, shadow, at, thread, self.block_interval[thread], self.warp_interval[thread])
         else:
             self._against_readers(access, shadow, at, thread)
             self._note_write(access, shadow, at, thread)
+
+    def _keep(self, access: Access) -> None:
+        threads = access.threads
+        read = _Read(access, self.block_interval[threads], self.warp_interval[threads])
+        self._unwritten.setdefault(access.buffer, []).append(read)
+        self._kept += len(threads)
+
+    def _shadow(self, buffer: Buffer) -> _Shadow:
+        """Make a buffer's shadow, with the reads that were kept for it."""
+        shadow = self._shadows[buffer] = _Shadow(buffer.size)
+        for access, block, warp in self._unwritten.pop(buffer, []):
+            at, thread = _bytes_of(access)
+            _note_read(
+                access, shadow, at, thread, np.repeat(block, access.size), np.repeat(warp, access.size)
+            )
+            self._kept -= len(access.threads)
+        return shadow
 
     def _against_writer(
         self, access: Access, shadow: _Shadow, at: Array, thread: Array, harmless: Array
@@ -168,15 +203,6 @@ class RaceDetector:
             if mask.any():
                 reader = np.where(below, low, high)
                 self._report(access, scope, "read/write", at, thread, mask, reader, shadow.reader_site[at])
-
-    def _note_read(self, access: Access, shadow: _Shadow, at: Array, thread: Array) -> None:
-        """Widen the spans. Threads ascend, so of equal bytes the last one written is the highest."""
-        shadow.reader_site[at] = access.instruction.index
-        _widen(shadow.low, shadow.high, at, thread, None)
-        block, warp = self.block_interval[thread], self.warp_interval[thread]
-        _widen(shadow.block_low, shadow.block_high, at, thread, shadow.block_stamp[at] != block)
-        _widen(shadow.warp_low, shadow.warp_high, at, thread, shadow.warp_stamp[at] != warp)
-        shadow.block_stamp[at], shadow.warp_stamp[at] = block, warp
 
     def _note_write(self, access: Access, shadow: _Shadow, at: Array, thread: Array) -> None:
         shadow.writer[at] = thread
@@ -235,6 +261,23 @@ class RaceDetector:
     def _party(self, instruction: Instruction, thread: int) -> Party:
         block, number = divmod(thread, self.threads)
         return Party(instruction.line, instruction.text, block, number)
+
+
+def _bytes_of(access: Access) -> tuple[Array, Array]:
+    """Return every byte of an access and the thread that touches it; threads ascend."""
+    if access.size == 1:
+        return access.offset, access.threads.astype(np.int32)
+    at = (access.offset[:, None] + np.arange(access.size)).reshape(-1)
+    return at, np.repeat(access.threads, access.size).astype(np.int32)
+
+
+def _note_read(access: Access, shadow: _Shadow, at: Array, thread: Array, block: Array, warp: Array) -> None:
+    """Widen the spans. Threads ascend, so of equal bytes the last one written is the highest."""
+    shadow.reader_site[at] = access.instruction.index
+    _widen(shadow.low, shadow.high, at, thread, None)
+    _widen(shadow.block_low, shadow.block_high, at, thread, shadow.block_stamp[at] != block)
+    _widen(shadow.warp_low, shadow.warp_high, at, thread, shadow.warp_stamp[at] != warp)
+    shadow.block_stamp[at], shadow.warp_stamp[at] = block, warp
 
 
 def _widen(low: Array, high: Array, at: Array, thread: Array, fresh: Array | None) -> None:
