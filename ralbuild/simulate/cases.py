@@ -17,6 +17,7 @@ LONGEST_TEXT = 12
 """Pieces that a random text is made of, at most."""
 COLUMNS = 2048
 """Logits of a row to draw from; the kernel's work grows with them, its paths do not."""
+_PASS = 256
 
 
 class Splitter:
@@ -114,8 +115,9 @@ def random_draws(tables: Tables, count: int, seed: int) -> list[DrawCase]:
         if number % 5 == 1:
             logits[spoiled] = [np.nan, -np.inf, 30.0, 30.0]
         logits[len(tables.vocab) :] = 50.0  # columns that are no token
-        if number % 7 == 2:
-            logits[[0, -38][number % 2]] = 9.0  # the first token, or the last one, decides
+        if number % 3 == 2:  # one token at an edge of the kernel's passes decides
+            edge = int(rng.integers(0, len(tables.vocab) // _PASS + 1)) * _PASS
+            logits[max(0, edge - number % 2)] = 9.0
         if number % 17 == 3:
             logits[:] = rng.choice([0.0, -np.inf])
         out.append(
