@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ralbuild.compile.toolchain import find_toolchain
+from ralbuild.digests import cache_root
 from ralbuild.errors import RalError
 from ralbuild.pins import load_pins
 from ralbuild.report import format_bytes
@@ -60,7 +60,9 @@ def _tool(name: str, *, needed: bool, why: str) -> Finding:
 
 
 def _cache_space() -> Finding:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    base = cache_root()
+    if base is None:
+        return Finding("space for caches", False, True, "no home folder", "set XDG_CACHE_HOME")
     while not base.exists():
         base = base.parent
     free = shutil.disk_usage(base).free

@@ -20,8 +20,9 @@ from ralbuild.config.load import LoadedConfig, load_config
 from ralbuild.config.model import ARCHITECTURES
 from ralbuild.contract import bundle as contract
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
+from ralbuild.contract.families import SERVED_FAMILIES
 from ralbuild.digests import default_cache
-from ralbuild.errors import CacheError, ConfigError, UsageError
+from ralbuild.errors import CacheError, ConfigError, UsageError, WeightsError
 from ralbuild.fold.folding import Folded, fold
 from ralbuild.fold.plan_text import plan_text
 from ralbuild.image.assemble import Image, assemble_image
@@ -287,6 +288,13 @@ def _refuse_user_kernels(loaded: LoadedConfig, target: Target) -> None:
 
 def _engine(loaded: LoadedConfig, model: ScannedModel, target: Target) -> contract.Engine:
     config = loaded.config
+    family = model.manifest.model_type
+    if target == "cpu" and family not in SERVED_FAMILIES:
+        raise WeightsError(
+            f"the engine does not serve model_type {family!r}: an image of it could not start",
+            place="config.json",
+            hint=f"served families: {', '.join(sorted(SERVED_FAMILIES))}",
+        )
     limit = model.manifest.max_positions
     written = loaded.document.values.get(("max_seq_len",))
     if limit and config.max_seq_len > limit and written:

@@ -26,6 +26,7 @@ VERBS = {
     "import": "convert a GGUF file to a model folder",
     "explain": "print which rules a route gets, and in what order",
     "compile": "compile rules and kernels into .ral_cache",
+    "simulate": "run the compiled kernels on the CPU and compare",
     "render": "write the Dockerfile, entrypoint and build context",
     "base": "build the base image: Debian, Python, locked packages",
     "image": "build the image: the main job",

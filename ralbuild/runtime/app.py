@@ -300,7 +300,18 @@ def _header(request: Request, name: str) -> str | None:
     values = request.headers.getlist(name)
     if len(values) > 1:
         raise ApiError(400, "duplicate_header", f"{name} was sent {len(values)} times", param=name)
-    return values[0] if values else None
+    return _as_utf8(values[0]) if values else None
+
+
+def _as_utf8(value: str) -> str:
+    """Return a header as its sender meant it: UTF-8 where its bytes are that, else Latin-1 as HTTP has it.
+
+    Read as Latin-1 alone, the route of a client that sends UTF-8 would match no rule.
+    """
+    try:
+        return value.encode("latin-1").decode("utf-8")
+    except UnicodeDecodeError:
+        return value
 
 
 def _check_input_length(header: str | None, ask: Ask) -> None:

@@ -14,19 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ralbuild.contract.families import SERVED_FAMILIES
 from ralbuild.runtime.errors import ModelMismatchError
 from ralbuild.runtime.model.cache import KvShape, PromptView, StepView
 
-FAMILIES = {
-    "gemma": "Gemma",
-    "gpt2": "GPT2",
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "phi3": "Phi3",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-}
-"""Families whose attention is softmax(q k) v over all or a window of the text, and nothing else."""
 _HEAD_CLASS = {"gpt2": "GPT2LMHeadModel"}
 _ATTENTION = "ralbuild_slots"
 _DROPPED = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version")
@@ -38,9 +29,9 @@ def import_family(model_type: str) -> tuple[type[Any], type[Any]]:
     Raises:
         ModelMismatchError: when the family is not in the table.
     """
-    name = FAMILIES.get(model_type)
+    name = SERVED_FAMILIES.get(model_type)
     if name is None:
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted(SERVED_FAMILIES))
         raise ModelMismatchError(
             f"model_type {model_type!r} is not supported; known: {known}", place="config.json"
         )

@@ -1,0 +1,192 @@
+"""`ralbuild simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ralbuild.cli.options import add_cache_option, add_config_option, add_report_options, chosen_report
+from ralbuild.errors import CompileError, ImageError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ralbuild.contract.bundle import Bundle
+    from ralbuild.report import Report
+    from ralbuild.simulate.gate import KernelRun
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_config_option(parser)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="model folder; or give --image")
+    parser.add_argument("--image", metavar="oci:DIR", help="take bundle and objects out of an image instead")
+    add_cache_option(parser)
+    parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel; repeatable")
+    parser.add_argument("--arch", action="append", metavar="sm_NN", help="only this architecture; repeatable")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--text", type=Path, metavar="FILE", help="push this text through, in longest tokens")
+    given.add_argument("--cases", type=int, default=256, metavar="N", help="random texts; default: 256")
+    parser.add_argument("--route", default="", help="the route whose rules apply to --text")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the random texts; default: 1")
+    parser.add_argument("--race", action="store_true", help="watch for data races too")
+    parser.add_argument("--profile", action="store_true", help="count memory traffic by line")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_report_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run what the bundle ships and compare; print one line a kernel and architecture.
+
+    Raises:
+        CompileError: when a kernel differs, faults or races.
+    """
+    from ralbuild.contract.bundle import select_profile
+    from ralbuild.simulate.gate import Work, simulate_bundle
+
+    report = chosen_report(options)
+    if (options.model is None) == (options.image is None):
+        raise UsageError(
+            "needs either --model or --image", hint="--model DIR compiles; --image oci:DIR reads"
+        )
+    if options.cases < 1:
+        raise UsageError(f"needs at least 1 case, found {options.cases}", place="--cases")
+    bundle, objects = _from_image(options.image) if options.image else _compiled(options, report)
+    work = Work(
+        kernels=tuple(options.kernel or ()),
+        archs=tuple(options.arch or ()),
+        cases=options.cases,
+        text=_text(options.text),
+        profile=select_profile(bundle, options.route),
+        races=options.race,
+        profiled=options.profile,
+        seed=options.seed,
+    )
+    runs = simulate_bundle(bundle, objects, work, lambda item: report.step(_line(item)))
+    answer = [_answer(item, bundle) for item in runs]
+    print(json.dumps(answer, indent=2) if options.json else "\n".join(_text_answer(item) for item in answer))
+    problems = [_problem(item, bundle) for item in runs if not item.comparison.ok]
+    if problems:
+        raise CompileError.of([problem for error in problems for problem in error.problems])
+    return 0
+
+
+def _text(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", place=str(path)) from None
+
+
+def _compiled(options: argparse.Namespace, report: Report) -> tuple[Bundle, Mapping[str, bytes]]:
+    """Compile, or take from the cache: both end in objects whose digests were checked."""
+    from ralbuild.pipeline import BuildRequest, compile_model
+
+    archs = tuple(options.arch) if options.arch else None
+    request = BuildRequest(options.model, options.config, target="cuda", archs=archs, cache_dir=options.cache)
+    compiled = compile_model(request, report)
+    return compiled.bundle, compiled.objects
+
+
+def _from_image(text: str) -> tuple[Bundle, Mapping[str, bytes]]:
+    """Read the bundle and its objects where they lie in an image's layers."""
+    from ralbuild.contract.bundle import object_refs, read_bundle
+    from ralbuild.contract.codec import FormatError
+    from ralbuild.contract.places import BUNDLE_FILE, OBJECTS_DIR
+    from ralbuild.image.reader import open_image
+
+    path = Path(text.removeprefix("oci:").removeprefix("archive:"))
+    with open_image(path) as image:
+        data = image.read_file(BUNDLE_FILE)
+        if data is None:
+            raise ImageError(f"holds no {BUNDLE_FILE}", place=str(path), hint="is it an image of ralbuild?")
+        try:
+            bundle = read_bundle(data)
+        except FormatError as error:
+            raise ImageError(str(error), place=str(path)) from None
+        found = {ref.sha256: image.read_file(f"{OBJECTS_DIR}/{ref.sha256}") for ref in object_refs(bundle)}
+    return bundle, {digest: data for digest, data in found.items() if data is not None}
+
+
+def _line(run: KernelRun) -> str:
+    done = run.comparison
+    state = "equal" if done.ok else "NOT equal"
+    what = f"{done.cases} cases, {done.launches} launches"
+    return f"{run.kernel} for {run.arch}: {what}, {state}, {run.seconds:.1f} s"
+
+
+def _answer(run: KernelRun, bundle: Bundle) -> dict[str, Any]:
+    done = run.comparison
+    counters = done.counters
+    answer: dict[str, Any] = {
+        "kernel": run.kernel,
+        "arch": run.arch,
+        "ptx": f"sha256:{run.ptx_sha256}",
+        "ok": done.ok,
+        "cases": done.cases,
+        "launches": done.launches,
+        "tokens": done.tokens,
+        "near_ties": done.ties,
+        "warp_instructions": counters.warps if counters else 0,
+        "difference": str(done.difference) if done.difference else None,
+        "rules": [_rule(bundle, number) for number in done.difference.rules] if done.difference else [],
+        "fault": str(done.fault) if done.fault else None,
+        "races": [str(race) for race in done.races],
+    }
+    if run.profile:
+        answer["profile"] = {
+            "global_bytes": run.profile.global_bytes,
+            "bank_conflicts": run.profile.conflicts,
+            "lines": [
+                {
+                    "line": line,
+                    "text": text,
+                    "requests": traffic.requests,
+                    "bytes": traffic.bytes,
+                    "sectors": traffic.sectors,
+                    "least_sectors": traffic.ideal,
+                    "bank_conflicts": traffic.conflicts,
+                }
+                for line, (text, traffic) in run.profile.lines.items()
+            ],
+        }
+    return answer
+
+
+def _rule(bundle: Bundle, number: int) -> str:
+    rule = bundle.rules[number]
+    return f"{rule.kind} {rule.text!r} ({rule.source}, {rule.place})"
+
+
+def _text_answer(answer: dict[str, Any]) -> str:
+    """Return one line; more for a profile."""
+    word = "equal" if answer["ok"] else "FAILED"
+    count, launches = answer["warp_instructions"], max(1, answer["launches"])
+    line = (
+        f"{answer['kernel']:<16} {answer['arch']}  {word:<6} {answer['cases']:>6} cases  "
+        f"{launches:>5} launches  {count // launches:>9,} warp instructions a launch"
+    )
+    if "profile" not in answer:
+        return line
+    rows = [
+        f"  {item['line']:>5}  {item['requests']:>9,} requests  {item['bytes']:>12,} B  "
+        f"{item['sectors']:>9,} sectors (least {item['least_sectors']:,})  "
+        f"{item['bank_conflicts']:>6,} conflicts  {item['text']}"
+        for item in answer["profile"]["lines"]
+    ]
+    return "\n".join([line, *rows])
+
+
+def _problem(run: KernelRun, bundle: Bundle) -> CompileError:
+    done = run.comparison
+    where = f"{run.kernel} for {run.arch}"
+    if done.fault:
+        return CompileError(str(done.fault), place=where)
+    if done.difference:
+        rules = "; ".join(_rule(bundle, number) for number in done.difference.rules)
+        return CompileError(str(done.difference), place=where, hint=f"rules here: {rules}" if rules else "")
+    return CompileError(f"{len(done.races)} data races, first: {done.races[0]}", place=where)

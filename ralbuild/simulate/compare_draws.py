@@ -1,0 +1,148 @@
+"""Compares the `sample` kernel's PTX with the formulas of docs/kernels.md, one draw a case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ralbuild.contract.bans import BANNED, BanTable
+from ralbuild.contract.bundle import Kernel
+from ralbuild.simulate.buffers import Tables, arguments, slot_buffers, table_buffers
+from ralbuild.simulate.compare import SLOTS, Comparison, Difference, guarded
+from ralbuild.simulate.draws import Draw, draw
+from ralbuild.simulate.lanes import Array
+from ralbuild.simulate.ptx.model import Module
+from ralbuild.simulate.services import Observer
+from ralbuild.simulate.session import Argument, Options, Session
+
+TIE = 4e-6
+"""Scores nearer than this, relative to their size, may change places: `exp`, `log` and fused multiply-adds
+of a device and of NumPy may differ in the last bit (docs/kernels.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawCase:
+    """A row to draw from, and the slot's state before it: -1 in ``token`` or ``fst_state`` is idle."""
+
+    logits: Array
+    temperature: float
+    top_p: float
+    seed: int
+    step: int
+    ban_state: int
+    token: int = 0
+    fst_state: int = 0
+
+
+def compare_sample(
+    module: Module,
+    kernel: Kernel,
+    tables: Tables,
+    cases: Sequence[DrawCase],
+    options: Options | None = None,
+    slots: int = SLOTS,
+    observers: Sequence[Observer] = (),
+) -> Comparison:
+    """Draw once for every case with the `sample` kernel; rows of logits must be of one length."""
+    columns = len(cases[0].logits)
+    slots = min(slots, len(cases))
+    fixed = table_buffers(tables)
+    state = slot_buffers(tables, slots, columns)
+    bound = arguments(kernel, fixed | state)
+    session = Session(module, kernel.entry, (slots, 1, 1), bound, options or Options(), observers)
+    result = Comparison()
+    for first in range(0, len(cases), slots):
+        batch = cases[first : first + slots]
+        _fill(state, batch)
+        if not guarded(result, session.launch):
+            break
+        result.launches += 1
+        result.cases += len(batch)
+        for slot, case in enumerate(batch):
+            difference = _check_draw(state, tables, slot, case, result)
+            if difference is not None:
+                wanted, found, name = difference
+                result.difference = Difference(
+                    first + slot, slot, case.step, case.token, case.ban_state, name, wanted, found
+                )
+                break
+        if result.difference is not None:
+            break
+    result.races, result.counters = session.races, session.counters
+    return result
+
+
+def _fill(state: dict[str, Argument], batch: Sequence[DrawCase]) -> None:
+    names = ("temperature", "top_p", "seed", "step", "ban_state", "token", "fst_state")
+    arrays = {name: state[name] for name in (*names, "logits", "ban_events")}
+    for name, array in arrays.items():
+        assert isinstance(array, np.ndarray)
+        array[:] = -1 if name == "token" else 0
+    for slot, case in enumerate(batch):
+        for name in names:
+            array = arrays[name]
+            assert isinstance(array, np.ndarray)
+            array[slot] = getattr(case, name)
+        logits = arrays["logits"]
+        assert isinstance(logits, np.ndarray)
+        logits[slot] = case.logits
+
+
+def _check_draw(
+    state: dict[str, Argument], tables: Tables, slot: int, case: DrawCase, result: Comparison
+) -> tuple[str, str, str] | None:
+    """Return (wanted, found, buffer) of the first difference of a slot."""
+
+    def found(name: str) -> int:
+        array = state[name]
+        assert isinstance(array, np.ndarray)
+        return int(array[slot])
+
+    if case.token < 0 or case.fst_state < 0:
+        wanted = {"token": -1, "ban_state": case.ban_state, "ban_events": 0, "step": case.step}
+    else:
+        row = Draw(
+            case.logits,
+            len(tables.vocab),
+            case.temperature,
+            case.top_p,
+            case.seed,
+            case.step,
+            tables.eos_ids[0],
+        )
+        drawn = draw(row, lambda token: _walk(tables.bans, case.ban_state, tables.vocab[token]) != BANNED)
+        token = found("token")
+        if token != drawn.token and _tied(drawn.scores, token, drawn.token):
+            result.ties += 1
+            return None
+        moved = case.ban_state
+        if not drawn.given_up:
+            moved = _walk(tables.bans, moved, tables.vocab[drawn.token])
+        wanted = {
+            "token": drawn.token,
+            "ban_state": moved,
+            "ban_events": drawn.refused,
+            "step": case.step + 1,
+        }
+        result.tokens += 1
+    for name, value in wanted.items():
+        if found(name) != value:
+            return str(value), str(found(name)), name
+    return None
+
+
+def _walk(bans: BanTable, state: int, data: bytes) -> int:
+    """Return the ban automaton's state after the bytes of a token."""
+    for byte in data:
+        if state != BANNED:
+            state = bans.trans[state * bans.classes + bans.cls[byte]]
+    return state
+
+
+def _tied(scores: Array, one: int, other: int) -> bool:
+    if not (0 <= one < len(scores) and 0 <= other < len(scores)):
+        return False
+    a, b = float(scores[one]), float(scores[other])
+    return abs(a - b) <= TIE * max(1.0, abs(a), abs(b))
