@@ -36,13 +36,14 @@ from ralbuild.contract.vocab import read_vocab, write_vocab
 from ralbuild.simulate.buffers import Tables
 from ralbuild.simulate.cases import random_draws
 from ralbuild.simulate.compare import Case, Comparison, compare_transduce
-from ralbuild.simulate.compare_draws import compare_sample
+from ralbuild.simulate.compare_draws import DrawCase, compare_sample
 from ralbuild.simulate.faults import PtxError
 from ralbuild.simulate.ptx.model import Module
 from ralbuild.simulate.ptx.parser import parse_module
 from ralbuild.simulate.session import Options
 
-STATES, CLASSES, HELD, RULES, PROFILES = 12, 6, 70, 5, 3
+CLASSES, HELD, RULES, PROFILES = 6, 70, 5, 3
+STATES = PROFILES + 2 * HELD
 OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 NEARBY = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
 OTHER = {
@@ -71,10 +72,15 @@ def hard_table(seed: int):
     rng = random.Random(seed)
     strings = [rng.randbytes(size) for size in (0, 1, 3, 32, 45, 200, 1500)]
     programs: list[list[tuple[int, int]]] = [[(COPY, 1)]]
-    held = [0] * PROFILES + [rng.choice([1, 3, 31, 63, HELD]) for _ in range(STATES - PROFILES)]
+    held = [0] * PROFILES + [1 + n // 2 for n in range(2 * HELD)]
 
     def program(consumed: int) -> int:
-        ops = [(EVENT, rng.randrange(RULES)), (EMIT, rng.randrange(1, 4))] if rng.random() < 0.3 else []
+        ops = (
+            [(EVENT, rng.randrange(RULES)), (EMIT, rng.randrange(len(strings)))] if rng.random() < 0.4 else []
+        )
+        if consumed > 33 and rng.random() < 0.7:
+            ops.append((COPY, consumed))
+            consumed = 0
         while consumed or rng.random() < 0.4:
             kind = rng.randrange(4)
             if kind == EMIT:
@@ -89,7 +95,14 @@ def hard_table(seed: int):
         return len(programs) - 1
 
     def entry(state: int) -> int:
-        to = rng.choice([to for to in range(STATES) if held[to] <= held[state] + 1])
+        if held[state] == 0 and rng.random() < 0.5:
+            return rng.randrange(PROFILES)  # program 0: a byte that no rule can touch
+        grown = [to for to in range(STATES) if held[to] == held[state] + 1]
+        to = (
+            rng.choice(grown)
+            if grown and rng.random() < 0.9
+            else rng.choice([to for to in range(STATES) if held[to] <= held[state] + 1])
+        )
         consumed = held[state] + 1 - held[to]
         plain = consumed == 1 and rng.random() < 0.5
         return to | (0 if plain else program(consumed)) << STATE_BITS
@@ -150,7 +163,25 @@ def sample_work() -> Callable[[Module], Comparison]:
     tables = Tables(
         hard_table(2), ban_automaton([b"ab", b"cac"]), read_vocab(write_vocab(words), "mutants"), (3,)
     )
-    draws = random_draws(tables, 24, 5)
+    draws = random_draws(tables, 12, 5)
+    state = next(
+        x for x in range(1, 8) if tables.bans.trans[x * tables.bans.classes + tables.bans.cls[98]] == 0
+    )
+    walls: list[DrawCase] = []
+    refused = [n for n, word in enumerate(words) if word[:1] == b"b"]
+    for count, others in (
+        (255, 1),
+        (256, 1),
+        (257, 1),
+        (300, 0),
+        (3, 2),
+        (40, 9),
+    ):  # bans near the limit of 256
+        for top_p in (1.0, 0.4) if count < 99 else (1.0,):
+            logits = np.full(len(draws[0].logits), -np.inf, np.float32)
+            logits[refused[:count]] = 9.0 + np.arange(len(refused[:count])) / 64
+            logits[4 : 4 + others] = 1.0
+            walls.append(DrawCase(logits, 0.0 if others == 9 else 0.7, top_p, 77 + count, 3, state))
     for k in range(8):  # near ties, and rows that are refused to the end
         logits = np.full(len(draws[0].logits), -np.inf, np.float32)
         logits[4 + 7 * k : 4 + 7 * k + 300] = 1.0 + (k % 2)
@@ -165,7 +196,13 @@ def sample_work() -> Callable[[Module], Comparison]:
             )
         )
     options = Options(shared=shared_bytes("sample"), races=True, step_limit=40_000)
-    return lambda parsed: compare_sample(parsed, kernel("sample"), tables, draws, options, 32)
+    quiet = Options(shared=shared_bytes("sample"), step_limit=400_000)
+
+    def work(parsed: Module) -> Comparison:
+        result = compare_sample(parsed, kernel("sample"), tables, draws, options, 32)
+        return compare_sample(parsed, kernel("sample"), tables, walls, quiet, 8) if result.ok else result
+
+    return work
 
 
 def variants(line: str) -> Iterator[tuple[str, str]]:
