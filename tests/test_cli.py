@@ -323,7 +323,7 @@ def test_interrupt_is_exit_130_and_leaves_nothing(work: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(0.5)
+    assert job.stderr.readline()  # it is up and reads the model
     job.send_signal(signal.SIGTERM)
     _, err = job.communicate(timeout=60)
     assert job.returncode in (130, 0), err
