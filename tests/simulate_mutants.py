@@ -70,7 +70,7 @@ class Mutant:
 def hard_table(seed: int):
     """Legal transitions with copies longer than a warp and strings longer than the output row."""
     rng = random.Random(seed)
-    strings = [rng.randbytes(size) for size in (0, 1, 3, 32, 45, 200, 1500)]
+    strings = [rng.randbytes(size) for size in (0, 1, 3, 32, 45, 200, 1060, 1500)]
     programs: list[list[tuple[int, int]]] = [[(COPY, 1)]]
     held = [0] * PROFILES + [1 + n // 2 for n in range(2 * HELD)]
 
@@ -79,6 +79,8 @@ def hard_table(seed: int):
             [(EVENT, rng.randrange(RULES)), (EMIT, rng.randrange(len(strings)))] if rng.random() < 0.4 else []
         )
         if consumed > 33 and rng.random() < 0.7:
+            if rng.random() < 0.4:  # a copy across the end of the output row
+                ops += [(EMIT, 7), (EMIT, 7), (EMIT, 6)]
             ops.append((COPY, consumed))
             consumed = 0
         while consumed or rng.random() < 0.4:
