@@ -72,6 +72,12 @@ class ArrayFile:
             raise FormatError(name, f"needs {count} elements, found {len(view)}")
         return view
 
+    def expect_format(self, name: str, where: str) -> None:
+        """Check that the metadata names the format ``name``, or raise FormatError."""
+        found = self.metadata.get("format")
+        if found != name:
+            raise FormatError(where, f"needs the format {name!r}, found {found!r}")
+
     def number(self, name: str) -> int:
         """Return the metadata value ``name`` as a non-negative integer, or raise FormatError."""
         text = self.metadata.get(name, "")

@@ -49,8 +49,7 @@ def write_bans(*, cls: list[int], rows: list[list[int]], starts: list[int]) -> b
 def read_bans(data: bytes, where: str) -> BanTable:
     """Parse and check a ban automaton, or raise FormatError."""
     file = read_arrays(data, where)
-    if file.metadata.get("format") != FORMAT:
-        raise FormatError(where, f"needs the format {FORMAT!r}, found {file.metadata.get('format')!r}")
+    file.expect_format(FORMAT, where)
     cls = bytes(file.take("cls", "U8", 256))
     trans, starts = file.take("trans", "U32"), file.take("starts", "U32")
     classes = max(cls) + 1

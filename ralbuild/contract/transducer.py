@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ralbuild.contract.arrays import Array, ArrayFile, make_array, read_arrays, write_arrays
+from ralbuild.contract.arrays import Array, make_array, read_arrays, write_arrays
 from ralbuild.contract.codec import FormatError
 
 FORMAT = "ralbuild.transducer/1"
@@ -110,7 +110,7 @@ def read_transducer(data: bytes, where: str) -> TransducerTable:
         FormatError: naming the array that is wrong.
     """
     file = read_arrays(data, where)
-    _expect_format(file, FORMAT, where)
+    file.expect_format(FORMAT, where)
     final = file.take("final", "U32")
     trans = file.take("trans", "U32")
     states = len(final)
@@ -130,12 +130,6 @@ def read_transducer(data: bytes, where: str) -> TransducerTable:
     )
     _check_ranges(table, where)
     return table
-
-
-def _expect_format(file: ArrayFile, name: str, where: str) -> None:
-    found = file.metadata.get("format")
-    if found != name:
-        raise FormatError(where, f"needs the format {name!r}, found {found!r}")
 
 
 def _check_ranges(table: TransducerTable, where: str) -> None:

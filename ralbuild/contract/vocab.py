@@ -43,8 +43,7 @@ def write_vocab(tokens: Sequence[bytes]) -> bytes:
 def read_vocab(data: bytes, where: str) -> TokenBytes:
     """Parse and check a vocabulary file, or raise FormatError."""
     file = read_arrays(data, where)
-    if file.metadata.get("format") != FORMAT:
-        raise FormatError(where, f"needs the format {FORMAT!r}, found {file.metadata.get('format')!r}")
+    file.expect_format(FORMAT, where)
     offsets, pool = file.take("offsets", "U32"), file.take("pool", "U8")
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(pool) or list(offsets) != sorted(offsets):
         raise FormatError(where, "the token offsets are not ascending")
