@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,6 +13,8 @@ from typing import Literal
 from ralbuild import __version__
 from ralbuild.cache import Cache
 from ralbuild.compile.aot import compile_kernels
+from ralbuild.compile.lint import lint_kernel
+from ralbuild.compile.order import UserStep, step_order
 from ralbuild.compile.spec import KernelSpec, builtin_specs
 from ralbuild.compile.toolchain import find_toolchain
 from ralbuild.compile.user_source import user_spec
@@ -22,7 +24,7 @@ from ralbuild.contract import bundle as contract
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
 from ralbuild.contract.families import SERVED_FAMILIES
 from ralbuild.digests import default_cache
-from ralbuild.errors import CacheError, ConfigError, UsageError, WeightsError
+from ralbuild.errors import CacheError, CompileError, ConfigError, UsageError, WeightsError
 from ralbuild.fold.folding import Folded, fold
 from ralbuild.fold.plan_text import plan_text
 from ralbuild.image.assemble import Image, assemble_image
@@ -39,6 +41,7 @@ from ralbuild.report import Report, format_bytes
 from ralbuild.weights.findings import FoundError
 from ralbuild.weights.scan import ScannedModel, verify_folder
 from ralbuild.weights.scan import Verdict as FolderVerdict
+from ralbuild.weights.tokenizer import text_encoder
 
 Target = Literal["cpu", "cuda"]
 
@@ -58,6 +61,7 @@ class BuildRequest:
         base: an OCI layout to build on; None takes the embedded base.
         rehash: read every weight byte again.
         check_repro: compile every kernel twice and compare.
+        strict: a warning of the kernel lint fails the build.
     """
 
     model: Path
@@ -68,6 +72,7 @@ class BuildRequest:
     base: Path | None = None
     rehash: bool = False
     check_repro: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +196,13 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
         )
     with report.stage("compile") as stage:
         archs = request.archs if request.archs is not None else tuple(loaded.config.build.targets)
-        specs = _kernel_specs(loaded, engine.max_seq_len)
-        kernels = _compile(request, specs, archs, cache, report)
+        users = _user_steps(loaded, model, engine.max_seq_len)
+        _lint(users, report, strict=request.strict)
+        specs = (*builtin_specs(), *(step.spec for step in users))
+        kernels = _with_data(_compile(request, specs, archs, cache, report), users, cache)
         stage.summary = _kernel_summary(kernels)
-    bundle = _link(loaded, model, folded, engine, kernels, request.target, cache)
+    steps = step_order(users, loaded.declarative_priorities)
+    bundle = _link(loaded, model, folded, engine, kernels, steps, request.target, cache)
     objects = {ref.sha256: cache.read(ref) for ref in contract.object_refs(bundle)}
     return Compiled(loaded, model, folded, bundle, contract.write_bundle(bundle), objects)
 
@@ -310,18 +318,50 @@ def _engine(loaded: LoadedConfig, model: ScannedModel, target: Target) -> contra
     return contract.Engine(config.max_batch_size, length, dtype)
 
 
-def _kernel_specs(loaded: LoadedConfig, max_seq_len: int) -> tuple[KernelSpec, ...]:
-    users = (
-        user_spec(
-            name=kernel.name,
-            source=kernel.source,
-            filename=str(kernel.path),
-            settings=kernel.settings,
-            max_seq_len=max_seq_len,
+def _user_steps(loaded: LoadedConfig, model: ScannedModel, max_seq_len: int) -> tuple[UserStep, ...]:
+    if not loaded.kernels:
+        return ()
+    encode = text_encoder(dict(model.files)["tokenizer.json"])
+    return tuple(
+        UserStep(
+            user_spec(
+                name=kernel.name,
+                source=kernel.source,
+                filename=str(kernel.path),
+                settings=kernel.settings,
+                max_seq_len=max_seq_len,
+                encode=encode,
+                place=kernel.place,
+            ),
+            kernel.priority,
+            kernel.place,
         )
         for kernel in loaded.kernels
     )
-    return (*builtin_specs(), *users)
+
+
+def _lint(users: Sequence[UserStep], report: Report, *, strict: bool) -> None:
+    """Report what is likely wrong with user kernels.
+
+    Raises:
+        CompileError: with every defect, when ``strict``.
+    """
+    problems = [defect.problem for step in users for defect in lint_kernel(step.spec)]
+    if strict and problems:
+        raise CompileError.of(problems)
+    for problem in problems:
+        report.note(f"warning: {problem}. {problem.hint[0].upper()}{problem.hint[1:]}")
+
+
+def _with_data(
+    kernels: tuple[contract.Kernel, ...], users: Sequence[UserStep], cache: Cache
+) -> tuple[contract.Kernel, ...]:
+    """Give each user kernel the object of its own config."""
+    data = {step.spec.name: step.spec.data for step in users}
+    return tuple(
+        replace(kernel, data=cache.add(own)) if (own := data.get(kernel.name)) is not None else kernel
+        for kernel in kernels
+    )
 
 
 def _compile(
@@ -355,12 +395,12 @@ def _link(
     folded: Folded,
     engine: contract.Engine,
     kernels: tuple[contract.Kernel, ...],
+    steps: tuple[str, ...],
     target: Target,
     cache: Cache,
 ) -> contract.Bundle:
     """Name everything by digest; the tables join the kernels in the cache."""
     rules = folded.rule_set
-    steps = ["sample", "transduce", *(kernel.name for kernel in loaded.kernels)]
     return contract.Bundle(
         schema=contract.SCHEMA,
         ralbuild=__version__,

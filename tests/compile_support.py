@@ -67,6 +67,7 @@ def article_spec() -> KernelSpec:
         filename="transformers/html_enhancer.py",
         settings={"bold_terms": ["risk", "compliance", "audit"]},
         max_seq_len=2048,
+        encode=lambda text: list(text.encode()),
     )
 
 

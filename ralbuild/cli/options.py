@@ -79,6 +79,9 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
         metavar="sm_NN",
         help="compile for this GPU instead of the config's; repeatable",
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="fail on what the lint of user kernels warns of"
+    )
 
 
 def build_request(options: argparse.Namespace, base: Path | None = None) -> BuildRequest:
@@ -94,6 +97,7 @@ def build_request(options: argparse.Namespace, base: Path | None = None) -> Buil
         base=base,
         rehash=options.rehash,
         check_repro=getattr(options, "check_repro", False),
+        strict=getattr(options, "strict", False),
     )
 
 

@@ -40,6 +40,7 @@ class KernelSpec:
         align: parameter to a promised divisor of its address or value; absent means no promise.
         num_warps: warps per block.
         user: True for a file of the user's ``transformers/`` folder.
+        data: table file of a user kernel's own config; no part of what is compiled.
     """
 
     name: str
@@ -52,6 +53,7 @@ class KernelSpec:
     align: Mapping[str, int] = field(default_factory=dict)
     num_warps: int = 4
     user: bool = False
+    data: bytes | None = None
 
     @property
     def source_sha256(self) -> str:

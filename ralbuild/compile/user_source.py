@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ralbuild.compile.spec import ELEMENT_SIZES, SCALAR_SIZES, KernelSpec
+from ralbuild.compile.user_data import Encode, NoValueError, UserData
 from ralbuild.contract.buffers import BUFFERS
 from ralbuild.errors import CompileError, Problem
 
@@ -42,7 +43,14 @@ class _Parameter:
 
 
 def user_spec(
-    *, name: str, source: bytes, filename: str, settings: Mapping[str, object], max_seq_len: int
+    *,
+    name: str,
+    source: bytes,
+    filename: str,
+    settings: Mapping[str, object],
+    max_seq_len: int,
+    encode: Encode | None = None,
+    place: str = "",
 ) -> KernelSpec:
     """Describe the kernel ``<name>_kernel`` of a user's file.
 
@@ -50,18 +58,25 @@ def user_spec(
         name: the transformer's name in the config.
         source: the file.
         filename: how messages name it.
-        settings: the transformer's own ``config``; whole numbers in it may set constants.
+        settings: the transformer's own ``config``: constants, and values that parameters are bound to.
         max_seq_len: positions per request; bounds BLOCK_SIZE.
+        encode: text to token ids, for terms and lists of text.
+        place: of the transformer in the config, for its keys.
 
     Raises:
         CompileError: every problem of the signature, each with file:line.
     """
     function, comments = _find(source, f"{name}_kernel", filename)
-    return _Binder(filename, settings, max_seq_len).bind(name, source, function, comments)
+    data = UserData(settings, encode)
+    return _Binder(filename, data, max_seq_len, place or filename).bind(name, source, function, comments)
 
 
-def _find(source: bytes, entry: str, filename: str) -> tuple[ast.FunctionDef, dict[int, str]]:
-    """Return the kernel's definition and the comment at the end of each line."""
+def parse_source(source: bytes, filename: str) -> tuple[ast.Module, dict[int, str]]:
+    """Return the syntax tree of a kernel file and the comment at the end of each line.
+
+    Raises:
+        CompileError: when it is no Python, with file:line:column.
+    """
     if len(source) > MAX_SOURCE_BYTES:
         raise CompileError(f"needs at most {MAX_SOURCE_BYTES} bytes, found {len(source)}", place=filename)
     try:
@@ -76,19 +91,26 @@ def _find(source: bytes, entry: str, filename: str) -> tuple[ast.FunctionDef, di
         raise CompileError(f"not valid Python: {error.msg}", place=place) from None
     except (ValueError, RecursionError, MemoryError, tokenize.TokenError) as error:
         raise CompileError(f"not valid Python: {error}", place=filename) from None
+    return tree, comments
+
+
+def _find(source: bytes, entry: str, filename: str) -> tuple[ast.FunctionDef, dict[int, str]]:
+    """Return the kernel's definition and the comment at the end of each line."""
+    tree, comments = parse_source(source, filename)
     functions = [item for item in tree.body if isinstance(item, ast.FunctionDef) and item.name == entry]
     if len(functions) != 1:
         found = "none" if not functions else f"{len(functions)}"
         raise CompileError(f"needs one top-level function {entry!r}, found {found}", place=filename)
     function = functions[0]
-    if not any(_is_jit(decorator) for decorator in function.decorator_list):
+    if not any(is_jit(decorator) for decorator in function.decorator_list):
         raise CompileError(
             f"{entry!r} lacks the decorator @triton.jit", place=f"{filename}:{function.lineno}"
         )
     return function, comments
 
 
-def _is_jit(decorator: ast.expr) -> bool:
+def is_jit(decorator: ast.expr) -> bool:
+    """Tell whether a decorator makes its function a kernel or a kernel's helper."""
     target = decorator.func if isinstance(decorator, ast.Call) else decorator
     return ast.unparse(target) in ("triton.jit", "jit")
 
@@ -110,10 +132,11 @@ def read_type(text: str) -> str | None:
 class _Binder:
     """Gives every parameter a type, and a buffer or a value; collects what it cannot."""
 
-    def __init__(self, filename: str, settings: Mapping[str, object], max_seq_len: int) -> None:
+    def __init__(self, filename: str, data: UserData, max_seq_len: int, place: str) -> None:
         self.filename = filename
-        self.settings = settings
+        self.data = data
         self.max_seq_len = max_seq_len
+        self.place = place
         self.problems: list[Problem] = []
 
     def bind(
@@ -122,12 +145,17 @@ class _Binder:
         signature: dict[str, str] = {}
         constants: dict[str, int] = {}
         buffers: dict[str, str] = {}
-        for parameter in self._parameters(function, comments):
+        parameters = self._parameters(function, comments)
+        for parameter in parameters:
             if _annotation_text(parameter) in ("tl.constexpr", "constexpr"):
                 constants[parameter.name] = self._constant(parameter)
             else:
                 signature[parameter.name] = self._type(parameter)
+        self.data.note_text_types({_stem(name): kind for name, kind in signature.items()})
+        for parameter in parameters:
+            if parameter.name in signature:
                 buffers[parameter.name] = self._buffer(parameter, signature[parameter.name])
+        self._check_unused(function)
         if self.problems:
             raise CompileError.of(self.problems)
         return KernelSpec(
@@ -139,6 +167,7 @@ class _Binder:
             constants=constants,
             buffers=buffers,
             user=True,
+            data=self.data.object(),
         )
 
     def _problem(self, line: int, message: str, hint: str = "") -> None:
@@ -178,31 +207,50 @@ class _Binder:
         return found or "i32"
 
     def _buffer(self, parameter: _Parameter, triton_type: str) -> str:
-        stem = parameter.name.removesuffix("_ptr")
-        buffer = _ALIASES.get(stem, stem)
-        known = BUFFERS.get(buffer)
-        if known is None:
-            near = difflib.get_close_matches(stem, [*BUFFERS, *_ALIASES], n=1)
-            guess = f" (did you mean {near[0]!r}?)" if near else ""
-            names = ", ".join(sorted([*BUFFERS, *_ALIASES]))
+        stem = _stem(parameter.name)
+        known = BUFFERS.get(stem)
+        if known is not None and not _same_width(known.type, triton_type):
             self._problem(
                 parameter.line,
-                f"no buffer is named {parameter.name!r}{guess}",
-                f"a parameter is bound to the buffer of its name, with or without `_ptr`: {names}",
-            )
-        elif not _same_width(known.type, triton_type):
-            self._problem(
-                parameter.line,
-                f"parameter {parameter.name!r} is declared {triton_type}, its buffer {buffer!r} "
+                f"parameter {parameter.name!r} is declared {triton_type}, its buffer {stem!r} "
                 f"holds {known.type}",
             )
-        return buffer
+        elif self.data.names(stem):
+            try:
+                return self.data.bind(stem, triton_type)
+            except NoValueError as error:
+                self._problem(parameter.line, f"parameter {parameter.name!r}: {error}")
+        elif known is None:
+            names = [*BUFFERS, *_ALIASES, *self.data.settings]
+            near = difflib.get_close_matches(stem, names, n=1)
+            guess = f" (did you mean {near[0]!r}?)" if near else ""
+            keys = ", ".join(sorted(self.data.settings)) or "none"
+            self._problem(
+                parameter.line,
+                f"no buffer is named {parameter.name!r}{guess}, and no key of the transformer's config",
+                "a parameter is bound to the buffer or the config key of its name, with or without `_ptr`; "
+                f"config keys: {keys}; buffers: {', '.join(sorted([*BUFFERS, *_ALIASES]))}",
+            )
+        return stem
+
+    def _check_unused(self, function: ast.FunctionDef) -> None:
+        taken = ", ".join(item.arg for item in function.args.args)
+        keys = ", ".join(sorted(self.data.settings))
+        for key in sorted(set(self.data.settings) - self.data.used):
+            self.problems.append(
+                Problem(
+                    f"config key {key!r} is taken by no parameter of {function.name!r}",
+                    self.place,
+                    f"parameters: {taken or 'none'}; config keys: {keys}",
+                )
+            )
 
     def _constant(self, parameter: _Parameter) -> int:
         """Take the value from the transformer's settings, else derive it, else its default."""
         for key in (parameter.name, parameter.name.lower()):
-            value = self.settings.get(key)
+            value = self.data.settings.get(key)
             if isinstance(value, int):
+                self.data.used.add(key)
                 return int(value)
         if parameter.name == "BLOCK_SIZE":
             return 1 << (min(MAX_BLOCK_SIZE, self.max_seq_len).bit_length() - 1)
@@ -217,6 +265,11 @@ class _Binder:
             "BLOCK_SIZE and MAX_SEQ_LEN are derived",
         )
         return 0
+
+
+def _stem(name: str) -> str:
+    stem = name.removesuffix("_ptr")
+    return _ALIASES.get(stem, stem)
 
 
 def _annotation_text(parameter: _Parameter) -> str:

@@ -46,6 +46,7 @@ class UserKernel:
     source: bytes
     settings: dict[str, Any]
     place: str
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,12 @@ class LoadedConfig:
     kernels: tuple[UserKernel, ...]
     actions: dict[str, Action]
     document: Document
+
+    @property
+    def declarative_priorities(self) -> tuple[int, ...]:
+        """The priorities of the built-in output transformers, in file order."""
+        items = self.config.postprocessing.output_transformers
+        return tuple(items[index].priority for index, _, _ in self.enhancers)
 
     def place(self, *path: str | int) -> str:
         """Return ``file:line:column`` of a value; `built-in` when the file does not hold it."""
@@ -240,7 +247,7 @@ class _Loader:
                 self.problems.append(Problem(f"output transformer {item.name!r} is listed twice", place))
                 continue
             names.add(item.name)
-            kernel = self._user_kernel(item.name, item.config, at)
+            kernel = self._user_kernel(item, at)
             if kernel is not None:
                 kernels.append(kernel)
             elif item.name not in OUTPUT_TRANSFORMERS:
@@ -251,8 +258,9 @@ class _Loader:
                     enhancers.append((index, item.name, settings))
         return tuple(enhancers), tuple(kernels)
 
-    def _user_kernel(self, name: str, settings: dict[str, Any], at: KeyPath) -> UserKernel | None:
+    def _user_kernel(self, item: OutputTransformer, at: KeyPath) -> UserKernel | None:
         """Return the kernel of ``transformers/<name>.py`` when that file defines ``<name>_kernel``."""
+        name = item.name
         path = self.path.parent / "transformers" / f"{name}.py"
         try:
             if not path.is_file():
@@ -263,7 +271,7 @@ class _Loader:
             return None
         if not re.search(rb"^\s*def\s+" + name.encode() + rb"_kernel\s*\(", source, re.MULTILINE):
             return None
-        return UserKernel(name, path, source, settings, self.document.place((*at, "name")))
+        return UserKernel(name, path, source, item.config, self.document.place((*at, "name")), item.priority)
 
     def _no_such(self, what: str, name: str, at: KeyPath, known: Iterable[str]) -> None:
         names = sorted(known)

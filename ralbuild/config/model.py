@@ -195,6 +195,12 @@ class OutputTransformer(Model):
 
     name: Identifier = Field(description="`transformers/<name>.py` beside the config, else a built-in.")
     config: dict[str, Any] = Field(default={}, description="Settings; for a user kernel, its parameters.")
+    priority: int = Field(
+        default=100,
+        ge=0,
+        le=1_000_000,
+        description="Ascending. Built-in transformers are one step; a user kernel of less runs before it.",
+    )
 
 
 class Preprocessing(Model):

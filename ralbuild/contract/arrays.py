@@ -18,12 +18,16 @@ from typing import Any
 from ralbuild.contract.codec import FormatError, canonical_json, parse_json
 
 MAX_HEADER = 1 << 20
-_CODES = {"U8": "B", "U16": "H", "U32": "I", "I32": "i"}
+_CODES = {
+    "U8": "B", "U16": "H", "U32": "I", "U64": "Q",
+    "I8": "b", "I16": "h", "I32": "i", "I64": "q",
+    "F32": "f", "F64": "d",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One array: ``dtype`` (U8, U16, U32 or I32), ``shape``, and little-endian ``data``."""
+    """One array: ``dtype`` (a key of `_CODES`), ``shape``, and little-endian ``data``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,7 +39,7 @@ class Array:
         return math.prod(self.shape)
 
 
-def make_array(dtype: str, values: Sequence[int], shape: tuple[int, ...] | None = None) -> Array:
+def make_array(dtype: str, values: Sequence[int | float], shape: tuple[int, ...] | None = None) -> Array:
     """Pack ``values`` as ``dtype``; ``shape`` defaults to one dimension.
 
     Raises:

@@ -75,6 +75,7 @@ class Kernel:
         constants: the compile-time parameters and their values.
         params: in launch order.
         objects: one per architecture, sorted.
+        data: table file of what the kernel's own config gives it, by buffer name; None without any.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Kernel:
     constants: dict[str, int]
     params: tuple[Param, ...]
     objects: tuple[KernelObject, ...]
+    data: ObjectRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,8 @@ def object_refs(bundle: Bundle) -> tuple[ObjectRef, ...]:
     """Return every object that the bundle names, each once, sorted by digest."""
     refs = {bundle.manifest, bundle.transducer, bundle.bans, bundle.vocab}
     for kernel in bundle.kernels:
+        if kernel.data is not None:
+            refs.add(kernel.data)
         for item in kernel.objects:
             refs |= {item.cubin, item.ptx}
     return tuple(sorted(refs, key=lambda ref: ref.sha256))

@@ -271,3 +271,17 @@ def _prove(
     before = added[: max(0, len(added) - len(plain))] if added[-len(plain) :] == plain else added[:1]
     fingerprint = sha256_hex(canonical_json(probed))
     return Vocabulary(tokens, ids, fingerprint, tuple(before) if added != plain else ())
+
+
+def text_encoder(source: bytes) -> Callable[[str], list[int]]:
+    """Return a function from text to token ids, without special tokens, for a proved ``tokenizer.json``."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(source.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return encode
