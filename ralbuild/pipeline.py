@@ -26,7 +26,7 @@ from ralbuild.contract.families import SERVED_FAMILIES
 from ralbuild.digests import default_cache
 from ralbuild.errors import CacheError, CompileError, ConfigError, UsageError, WeightsError
 from ralbuild.fold.folding import Folded, fold
-from ralbuild.fold.plan_text import plan_text
+from ralbuild.fold.plan_text import overlap_lines, plan_text
 from ralbuild.image.assemble import Image, assemble_image
 from ralbuild.image.base import build_base, ensure_base
 from ralbuild.image.context import write_context
@@ -45,6 +45,8 @@ from ralbuild.weights.tokenizer import text_encoder
 
 Target = Literal["cpu", "cuda"]
 
+SHOWN_OVERLAPS = 10
+"""Lines on overlapping routes that a build prints."""
 LAYER_MTIME = 0
 """Seconds since 1970 of every entry: a commit date here would change every weight layer's digest."""
 
@@ -194,6 +196,7 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
             f"{len(folded.rule_set.rules)} rules, {size.states} states x {size.classes} classes, "
             f"{format_bytes(size.table_bytes)}, at most {size.max_held} bytes held back"
         )
+    _note_overlaps(loaded, folded, report)
     with report.stage("compile") as stage:
         archs = request.archs if request.archs is not None else tuple(loaded.config.build.targets)
         users = _user_steps(loaded, model, engine.max_seq_len)
@@ -205,6 +208,14 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
     bundle = _link(loaded, model, folded, engine, kernels, steps, request.target, cache)
     objects = {ref.sha256: cache.read(ref) for ref in contract.object_refs(bundle)}
     return Compiled(loaded, model, folded, bundle, contract.write_bundle(bundle), objects)
+
+
+def _note_overlaps(loaded: LoadedConfig, folded: Folded, report: Report) -> None:
+    lines = overlap_lines(loaded.path.name, folded.rule_set.routes, folded.overlaps)
+    for line in lines[:SHOWN_OVERLAPS]:
+        report.note(line)
+    if len(lines) > SHOWN_OVERLAPS:
+        report.note(f"{len(lines) - SHOWN_OVERLAPS} more overlaps of routes; `ralbuild explain` lists them")
 
 
 def save_plan(compiled: Compiled, folder: Path) -> Path:
@@ -415,6 +426,7 @@ def _link(
         rules=rules.rules,
         config_sha256=sha256_hex(loaded.source),
         transducer=cache.add(folded.transducer),
+        route_table=cache.add(folded.route_table),
         bans=cache.add(folded.bans),
         vocab=cache.add(folded.vocab),
         kernels=kernels,

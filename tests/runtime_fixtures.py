@@ -39,6 +39,7 @@ from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
 from ralbuild.contract.manifest import ModelFile, ModelManifest
 from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT, write_transducer
 from ralbuild.contract.vocab import write_vocab
+from ralbuild.fold.routes import RoutePatterns
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -259,7 +260,13 @@ def make_image(
     tokens = token_bytes(model)
     transducer = _transducer(every, rules)
     manifest = _manifest(model, len(tokens))
-    blobs = [transducer, _bans(every), write_vocab(tokens), canonical_json(to_plain(manifest))]
+    blobs = [
+        transducer,
+        _bans(every),
+        write_vocab(tokens),
+        canonical_json(to_plain(manifest)),
+        RoutePatterns([route.match for route in routes]).table(),
+    ]
     refs = [ObjectRef(sha256_hex(data), len(data)) for data in blobs]
     config = b"version: '0.3'\n"
     names = ["default", *(f"action{number}" for number in range(1, len(profiles))), "input"]
@@ -271,6 +278,7 @@ def make_image(
         manifest=refs[3],
         engine=engine or Engine(8, 512, "float32"),
         routes=tuple(routes),
+        route_table=refs[4],
         profiles=tuple(
             Profile(name, (number,) if item.bold or item.redact else (), item.sampling)
             for number, (name, item) in enumerate(zip(names, every, strict=True))

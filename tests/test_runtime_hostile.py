@@ -63,7 +63,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     lifecycle.enter("ready")
     api = Api(lifecycle, metrics)
     engine: Any = InstantEngine()
-    api.service = Service(checked.bundle, checked.digest, prompts, engine, metrics)
+    api.service = Service(checked.bundle, tables.routes, checked.digest, prompts, engine, metrics)
     yield api
     template.close()
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+from typing import TYPE_CHECKING
 
 from ralbuild.cli.options import add_config_option
+
+if TYPE_CHECKING:
+    from ralbuild.contract.bundle import Profile, Route, Rule
+    from ralbuild.fold.rules import RuleSet
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,37 +21,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the profile of a route and its rules in the order of precedence."""
+    """Print the profile of a route, its rules in the order of precedence, and routes that overlap."""
     from ralbuild.config.load import load_config
     from ralbuild.contract.codec import to_plain
+    from ralbuild.fold.folding import route_patterns
+    from ralbuild.fold.input_rules import input_limits
+    from ralbuild.fold.plan_text import limit_text, overlap_lines
     from ralbuild.fold.rules import collect_rules
 
     loaded = load_config(options.config)
     rule_set = collect_rules(loaded)
-    matched = [route for route in rule_set.routes if re.fullmatch(route.match, options.route)]
+    patterns = route_patterns(loaded, rule_set)
+    matched = [rule_set.routes[number] for number in patterns.matching(options.route)]
     profile = rule_set.profiles[matched[0].profile if matched else 0]
     rules = [rule_set.rules[number] for number in profile.rules]
+    overlaps, limits = patterns.overlaps(), input_limits(loaded)
     if options.json:
-        answer = {"route": options.route, "matches": matched, "profile": profile, "rules": rules}
+        answer = {
+            "route": options.route,
+            "matches": matched,
+            "profile": profile,
+            "rules": rules,
+            "input_rules": [rule_set.rules[n] for n in rule_set.profiles[rule_set.input_profile].rules],
+            "input_limits": limits,
+            "overlaps": overlaps.found,
+            "overlaps_complete": overlaps.complete,
+        }
         print(json.dumps(to_plain(answer), indent=2))
         return 0
-    if matched:
-        taken = matched[0]
-        print(f"route {options.route} matches {taken.match} (priority {taken.priority}): {taken.action}")
-        for other in matched[1:]:
-            print(f"  also matches {other.match} (priority {other.priority}), which comes later")
-    else:
-        print(f"route {options.route or '(none)'} matches no rule: the default applies")
+    _print_route(options.route, matched)
+    _print_profile(profile, rules)
+    _print_input(rule_set)
+    for limit in limits:
+        print(f"  input    {limit_text(limit)}  {limit.name}")
+    for line in overlap_lines(loaded.path.name, rule_set.routes, overlaps):
+        print(line)
+    return 0
+
+
+def _print_route(name: str, matched: list[Route]) -> None:
+    if not matched:
+        print(f"route {name or '(none)'} matches no rule: the default applies")
+        return
+    taken = matched[0]
+    print(f"route {name} matches {taken.match} (priority {taken.priority}): {taken.action}")
+    for other in matched[1:]:
+        print(f"  also matches {other.match} (priority {other.priority}), which comes later")
+
+
+def _print_profile(profile: Profile, rules: list[Rule]) -> None:
     for name in ("temperature", "top_p"):
         value = getattr(profile.sampling, name)
         if value is not None:
             print(f"  sampling {name} is {value:g}, whatever the request says")
     for rule in sorted(rules, key=lambda rule: rule.kind != "redact"):
-        print(f"  {rule.kind:<8} {json.dumps(rule.text, ensure_ascii=False):<40} {rule.source}, {rule.place}")
+        print(_rule_line(rule.kind, rule))
+
+
+def _print_input(rule_set: RuleSet) -> None:
     for number in rule_set.profiles[rule_set.input_profile].rules:
-        rule = rule_set.rules[number]
-        print(f"  input    {json.dumps(rule.text, ensure_ascii=False):<40} {rule.source}, {rule.place}")
-    for _, name, settings in loaded.filters:
-        if settings.max_length is not None:
-            print(f"  input    at most {settings.max_length} characters without a space  {name}")
-    return 0
+        print(_rule_line("input", rule_set.rules[number]))
+
+
+def _rule_line(kind: str, rule: Rule) -> str:
+    return f"  {kind:<8} {json.dumps(rule.text, ensure_ascii=False):<40} {rule.source}, {rule.place}"

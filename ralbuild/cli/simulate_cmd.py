@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
         CompileError: when a kernel differs, faults or races.
     """
     from ralbuild.contract.bundle import select_profile
+    from ralbuild.contract.routes import read_routes
     from ralbuild.simulate.gate import Work, simulate_bundle
 
     report = chosen_report(options)
@@ -54,12 +55,13 @@ def run(options: argparse.Namespace) -> int:
     if options.cases < 1:
         raise UsageError(f"needs at least 1 case, found {options.cases}", place="--cases")
     bundle, objects = _from_image(options.image) if options.image else _compiled(options, report)
+    routes = read_routes(objects[bundle.route_table.sha256], "routes", len(bundle.routes))
     work = Work(
         kernels=tuple(options.kernel or ()),
         archs=tuple(options.arch or ()),
         cases=options.cases,
         text=_text(options.text),
-        profile=select_profile(bundle, options.route),
+        profile=select_profile(bundle, routes, options.route),
         races=options.race,
         profiled=options.profile,
         seed=options.seed,

@@ -21,10 +21,10 @@ from ralbuild.config.model import (
     TOKEN_FILTERS,
     Action,
     Config,
+    FilterConfig,
     HtmlEnhancerConfig,
     OutputTransformer,
     RouteRule,
-    TerminologyConfig,
     TokenFilter,
 )
 from ralbuild.config.strict_yaml import MAX_BYTES, Document, read_yaml
@@ -66,7 +66,7 @@ class LoadedConfig:
     config: Config
     path: Path
     source: bytes
-    filters: tuple[tuple[int, str, TerminologyConfig], ...]
+    filters: tuple[tuple[int, str, FilterConfig], ...]
     enhancers: tuple[tuple[int, str, HtmlEnhancerConfig], ...]
     kernels: tuple[UserKernel, ...]
     actions: dict[str, Action]
@@ -223,14 +223,14 @@ class _Loader:
             self.problems.append(Problem(f"no action is named {rule.action!r}{near}", place, hint))
         return used
 
-    def _resolve_filters(self, parts: _Parts) -> tuple[tuple[int, str, TerminologyConfig], ...]:
+    def _resolve_filters(self, parts: _Parts) -> tuple[tuple[int, str, FilterConfig], ...]:
         out = []
         for index, item in parts.filters:
             at: KeyPath = ("preprocessing", "token_filters", index)
             if item.name not in TOKEN_FILTERS:
                 self._no_such("token filter", item.name, at, TOKEN_FILTERS)
                 continue
-            settings = self._validate(TerminologyConfig, item.config, (*at, "config"))
+            settings = self._validate(TOKEN_FILTERS[item.name], item.config, (*at, "config"))
             if settings is not None:
                 out.append((index, item.name, settings))
         return tuple(out)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ralbuild.config.regex import check_route, parse_regex
+from ralbuild.config.regex import parse_regex, parse_route
 from ralbuild.pins import load_pins
 
 ARCHITECTURES = load_pins().cubin.archs
@@ -48,7 +48,7 @@ def _output_text(text: str) -> str:
 
 
 def _route(text: str) -> str:
-    check_route(text)
+    parse_route(text)
     return text
 
 
@@ -165,9 +165,60 @@ class TerminologyConfig(Model):
         le=1_000_000,
         description="Longest run of non-space characters; longer input is refused with 422, never cut.",
     )
+    whole_words: bool = Field(default=True, description="Match only where a word starts and ends.")
     terms: dict[Literal_, OutputText] = Field(
-        default={}, max_length=10_000, description="Whole word to its replacement."
+        default={}, max_length=10_000, description="Term to what is written instead."
     )
+    synonyms: dict[OutputText, list[Literal_]] = Field(
+        default={}, max_length=10_000, description="Canonical term to all that is written as it."
+    )
+
+
+class Replacement(Model):
+    """Replaces what it matches in the input. Give exactly one of `text` and `pattern`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["text"]}, {"required": ["pattern"]}]}
+    )
+
+    text: Literal_ | None = Field(default=None, description="Literal to replace.")
+    pattern: Pattern | None = Field(
+        default=None, description="Regular expression to replace: bounded, the longest match is taken."
+    )
+    with_: OutputText = Field(alias="with", description="What is written instead; may be empty.")
+    case_sensitive: bool = Field(default=False, description="Match ASCII letters in their case only.")
+    whole_words: bool = Field(default=False, description="Match only where a word starts and ends.")
+
+    @model_validator(mode="after")
+    def _one_matcher(self) -> Replacement:
+        if (self.text is None) == (self.pattern is None):
+            raise ValueError("needs exactly one of 'text' and 'pattern'")
+        return self
+
+
+class ReplaceConfig(Model):
+    """`replace`: replacements in the text that users send."""
+
+    rules: list[Replacement] = Field(
+        default=[], max_length=10_000, description="Leftmost, then longest, then file order wins."
+    )
+
+
+class MaxLengthConfig(Model):
+    """`max_length`: limits of the whole prompt; longer input is refused with 422, never cut."""
+
+    characters: int | None = Field(
+        default=None, ge=1, le=100_000_000, description="Code points of all texts that the user sends."
+    )
+    tokens: int | None = Field(
+        default=None, ge=1, le=10_000_000, description="Tokens of the prompt, chat template included."
+    )
+
+    @model_validator(mode="after")
+    def _some_limit(self) -> MaxLengthConfig:
+        if self.characters is None and self.tokens is None:
+            raise ValueError("needs 'characters', 'tokens' or both")
+        return self
 
 
 class HtmlEnhancerConfig(Model):
@@ -186,7 +237,7 @@ class HtmlEnhancerConfig(Model):
 class TokenFilter(Model):
     """A rule set for the text that users send."""
 
-    name: Identifier = Field(description="`financial_terminology_normalizer`.")
+    name: Identifier = Field(description="`financial_terminology_normalizer`, `replace` or `max_length`.")
     config: dict[str, Any] = Field(default={}, description="Settings of the named filter.")
 
 
@@ -257,7 +308,12 @@ class Config(Model):
     runtime: Runtime = Field(default=Runtime(), description="Settings of the engine in the image.")
 
 
-TOKEN_FILTERS: dict[str, type[Model]] = {"financial_terminology_normalizer": TerminologyConfig}
+FilterConfig = TerminologyConfig | ReplaceConfig | MaxLengthConfig
+TOKEN_FILTERS: dict[str, type[FilterConfig]] = {
+    "financial_terminology_normalizer": TerminologyConfig,
+    "max_length": MaxLengthConfig,
+    "replace": ReplaceConfig,
+}
 OUTPUT_TRANSFORMERS: dict[str, type[Model]] = {"html_enhancer": HtmlEnhancerConfig}
 
 BUILT_IN_ACTIONS: dict[str, Action] = {

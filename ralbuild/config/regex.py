@@ -83,47 +83,68 @@ def parse_regex(text: str) -> Node:
         raise ValueError("matches the empty text; a rule must match at least one character")
     if most > MAX_MATCH_BYTES:
         raise ValueError(
-            f"unbounded hold-back: a match may have {'any number of' if most >= _HUGE else most} bytes, "
+            f"unbounded hold-back: a match may have {'any number of' if most >= HUGE else most} bytes, "
             f"at most {MAX_MATCH_BYTES} are allowed; bound the repeats, as in [0-9]{{6,12}}"
         )
     return node
 
 
-def check_route(text: str) -> None:
-    """Check the regular expression of a route: valid, and of no more than polynomial cost.
+@dataclass(frozen=True, slots=True)
+class RouteRegex:
+    """The regular expression of a route: it must match the whole name, so its length is not bounded."""
 
-    A client sends the text that it is matched against, so a repeat inside a repeat, which can take
-    exponential time to fail, is refused.
+    node: Node
+    ignore_case: bool
+
+
+def parse_route(text: str) -> RouteRegex:
+    """Parse the pattern of a route.
+
+    Anchors at its ends and lazy repeats change nothing where all of a name must match; both are accepted.
+    ``(?i)`` at the beginning ignores ASCII case.
 
     Raises:
-        ValueError: saying what is wrong.
+        ValueError: saying which part is no regular expression, or not supported.
     """
     try:
-        re.compile(text)
-        parsed = _parser.parse(text)
+        parsed = _parser.parse(text, re.ASCII)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
-    if _nests_repeats(parsed, inside=False):
-        raise ValueError("a repeat inside a repeat can take exponential time; write it without nesting")
+    if parsed.state.flags & ~(re.ASCII | re.IGNORECASE):
+        raise ValueError("no inline flag but (?i) is supported")
+    node = _sequence(_whole(parsed, first=True, last=True))
+    if _size(node) > MAX_NODES:
+        raise ValueError(f"too large: its repeats unfold to more than {MAX_NODES} characters")
+    return RouteRegex(node, bool(parsed.state.flags & re.IGNORECASE))
 
 
-def _nests_repeats(parsed: Any, *, inside: bool) -> bool:
-    return any(_repeats_inside(op, argument, inside=inside) for op, argument in parsed)
+_BEGINNINGS = (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING)
+_ENDS = (sre.AT_END, sre.AT_END_STRING)
 
 
-def _repeats_inside(op: Any, argument: Any, *, inside: bool) -> bool:
-    if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-        least, most, item = argument
-        varies = least != most
-        return (inside and varies) or _nests_repeats(item, inside=inside or (varies and most > 1))
-    if op is sre.BRANCH:
-        return inside or any(_nests_repeats(option, inside=inside) for option in argument[1])
-    if op in (sre.SUBPATTERN, sre.ASSERT, sre.ASSERT_NOT):
-        return _nests_repeats(argument[3 if op is sre.SUBPATTERN else 1], inside=inside)
-    return False
+def _whole(parsed: Any, *, first: bool, last: bool) -> list[tuple[Any, Any]]:
+    """Drop anchors at the ends of a parsed pattern, and make lazy repeats greedy."""
+    items = list(parsed)
+    while first and items and items[0][0] is sre.AT and items[0][1] in _BEGINNINGS:
+        del items[0]
+    while last and items and items[-1][0] is sre.AT and items[-1][1] in _ENDS:
+        del items[-1]
+    out = []
+    for index, (op, argument) in enumerate(items):
+        ends = {"first": first and index == 0, "last": last and index == len(items) - 1}
+        if op is sre.BRANCH:
+            argument = (argument[0], [_whole(option, **ends) for option in argument[1]])
+        elif op is sre.SUBPATTERN:
+            argument = (*argument[:3], _whole(argument[3], **ends))
+        elif op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            op = sre.MAX_REPEAT
+            argument = (*argument[:2], _whole(argument[2], first=False, last=False))
+        out.append((op, argument))
+    return out
 
 
-_HUGE = 1 << 40
+HUGE = 1 << 40
+"""Stands for no bound in a repeat."""
 
 
 def width(node: Node) -> tuple[int, int]:
@@ -135,12 +156,12 @@ def width(node: Node) -> tuple[int, int]:
         return min(sizes), max(sizes)
     if isinstance(node, Sequence):
         parts = [width(item) for item in node.items]
-        return sum(low for low, _ in parts), min(_HUGE, sum(high for _, high in parts))
+        return sum(low for low, _ in parts), min(HUGE, sum(high for _, high in parts))
     if isinstance(node, Choice):
         parts = [width(item) for item in node.options]
         return min(low for low, _ in parts), max(high for _, high in parts)
     low, high = width(node.item)
-    return low * node.least, min(_HUGE, high * node.most)
+    return low * node.least, min(HUGE, high * node.most)
 
 
 def _size(node: Node) -> int:
@@ -148,7 +169,7 @@ def _size(node: Node) -> int:
     if isinstance(node, Chars):
         return 1
     if isinstance(node, Repeat):
-        return (_size(node.item) + 1) * (1 if node.most >= _HUGE else node.most)
+        return (_size(node.item) + 1) * (1 if node.most >= HUGE else node.most)
     parts = node.items if isinstance(node, Sequence) else node.options
     return 1 + sum(_size(part) for part in parts)
 
@@ -179,7 +200,7 @@ def _node(op: Any, argument: Any) -> Node:
         return _sequence(argument[3])
     if op is sre.MAX_REPEAT:
         least, most, item = argument
-        return Repeat(_sequence(item), int(least), _HUGE if most is sre.MAXREPEAT else int(most))
+        return Repeat(_sequence(item), int(least), HUGE if most is sre.MAXREPEAT else int(most))
     names = {
         sre.MIN_REPEAT: "lazy repeats are not supported: the longest match is taken",
         sre.AT: "anchors and \\b are not supported; use 'whole_words'",

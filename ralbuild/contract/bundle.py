@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from ralbuild.contract.codec import FormatError, canonical_json, from_plain, parse_json, to_plain
+from ralbuild.contract.routes import RouteTable
 
 SCHEMA = "ralbuild.bundle/1"
+RUN, CHARACTERS, TOKENS = "run", "characters", "tokens"
+"""What an input limit counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +141,34 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``match`` is a regular expression that must match the whole route name; ``profile`` an index."""
+    """One routing rule, for people: what decides is the table (`ralbuild.contract.routes`).
+
+    Attributes:
+        match: the regular expression that must match the whole route name.
+        profile: index of the profile that it leads to.
+        place: ``line:column`` in the config.
+    """
 
     match: str
     action: str
     priority: int
     profile: int
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class InputLimit:
-    """Longest run of non-space characters a token filter accepts; more is refused, never cut."""
+    """The longest input that a token filter accepts; more is refused, never cut.
+
+    Attributes:
+        name: of the filter.
+        max_length: how much is accepted.
+        unit: `RUN` (characters without a space), `CHARACTERS` or `TOKENS` (of the whole prompt).
+    """
 
     name: str
     max_length: int
+    unit: str = RUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +200,7 @@ class Bundle:
     manifest: ObjectRef
     engine: Engine
     routes: tuple[Route, ...]
+    route_table: ObjectRef
     profiles: tuple[Profile, ...]
     input_profile: int
     input_limits: tuple[InputLimit, ...]
@@ -212,22 +229,21 @@ def read_bundle(data: bytes, where: str = "bundle.json") -> Bundle:
     if isinstance(plain, dict) and plain.get("schema") != SCHEMA:
         raise FormatError(f"{where}: schema", f"needs {SCHEMA!r}, found {plain.get('schema')!r}")
     bundle = from_plain(Bundle, plain, where)
+    for index, limit in enumerate(bundle.input_limits):
+        if limit.unit not in (RUN, CHARACTERS, TOKENS):
+            raise FormatError(f"{where}: input_limits[{index}].unit", f"is unknown: {limit.unit!r}")
     count = len(bundle.profiles)
     if not count or not 0 <= bundle.input_profile < count:
         raise FormatError(f"{where}: input_profile", "names no profile")
     for index, route in enumerate(bundle.routes):
         if not 0 <= route.profile < count:
             raise FormatError(f"{where}: routes[{index}].profile", "names no profile")
-        try:
-            re.compile(route.match)
-        except re.error as error:
-            raise FormatError(f"{where}: routes[{index}].match", str(error)) from None
     return bundle
 
 
 def object_refs(bundle: Bundle) -> tuple[ObjectRef, ...]:
     """Return every object that the bundle names, each once, sorted by digest."""
-    refs = {bundle.manifest, bundle.transducer, bundle.bans, bundle.vocab}
+    refs = {bundle.manifest, bundle.route_table, bundle.transducer, bundle.bans, bundle.vocab}
     for kernel in bundle.kernels:
         if kernel.data is not None:
             refs.add(kernel.data)
@@ -236,9 +252,7 @@ def object_refs(bundle: Bundle) -> tuple[ObjectRef, ...]:
     return tuple(sorted(refs, key=lambda ref: ref.sha256))
 
 
-def select_profile(bundle: Bundle, route: str) -> int:
-    """Return the profile for a route name: routes are in priority order, the first match wins, else 0."""
-    for rule in bundle.routes:
-        if re.fullmatch(rule.match, route):
-            return rule.profile
-    return 0
+def select_profile(bundle: Bundle, table: RouteTable, route: str) -> int:
+    """Return the profile for a route name: that of the first rule that matches all of it, else 0."""
+    found = table.first(route)
+    return 0 if found is None else bundle.routes[found].profile

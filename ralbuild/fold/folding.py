@@ -12,6 +12,8 @@ from ralbuild.contract.transducer import Transducer, read_transducer
 from ralbuild.contract.vocab import write_vocab
 from ralbuild.errors import CompileError
 from ralbuild.fold.bans import build_bans
+from ralbuild.fold.input_rules import input_limits
+from ralbuild.fold.routes import Overlaps, RoutePatterns
 from ralbuild.fold.rules import ProfileRules, RuleSet, collect_rules
 from ralbuild.fold.transducer import TransducerBuilder, TransducerSize
 
@@ -25,7 +27,8 @@ class Folded:
 
     Attributes:
         rule_set: rules, profiles and routes.
-        transducer, bans, vocab: serialised tables.
+        transducer, bans, vocab, route_table: serialised tables.
+        overlaps: routing rules that match the same names.
         size: of the transducer.
         input_limits: from the token filters.
         self_tests: token sequences and the bytes that the oracle makes of them.
@@ -35,6 +38,8 @@ class Folded:
     transducer: bytes
     bans: bytes
     vocab: bytes
+    route_table: bytes
+    overlaps: Overlaps
     size: TransducerSize
     input_limits: tuple[InputLimit, ...]
     self_tests: tuple[SelfTest, ...]
@@ -54,20 +59,24 @@ def fold(loaded: LoadedConfig, tokens: Sequence[bytes]) -> Folded:
     data, size = TransducerBuilder(rule_set.rules_of).build(len(rule_set.rules))
     _check_buffers(size, max((len(token) for token in tokens), default=0))
     bans = build_bans(tuple(rules.bans for rules in rule_set.rules_of))
-    limits = tuple(
-        InputLimit(name, settings.max_length)
-        for _, name, settings in loaded.filters
-        if settings.max_length is not None
-    )
+    patterns = route_patterns(loaded, rule_set)
     return Folded(
         rule_set,
         data,
         bans,
         write_vocab(tokens),
+        patterns.table(),
+        patterns.overlaps(),
         size,
-        limits,
+        input_limits(loaded),
         _self_tests(rule_set, data, tokens),
     )
+
+
+def route_patterns(loaded: LoadedConfig, rule_set: RuleSet) -> RoutePatterns:
+    """Return the patterns of the routing rules, in the order in which they are tried."""
+    places = [f"{loaded.path.name}:{route.place}" for route in rule_set.routes]
+    return RoutePatterns([route.match for route in rule_set.routes], places)
 
 
 def _check_buffers(size: TransducerSize, longest_token: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 
-from ralbuild.config.regex import Chars, Choice, Node, Sequence
+from ralbuild.config.regex import HUGE, Chars, Choice, Node, Sequence
 
 WORD_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")
 """Bytes that make up a word for `whole_words`; bytes of other scripts are not among them."""
@@ -105,6 +105,11 @@ class _Spelling:
             return end
         for _ in range(node.least):
             here = self.node(node.item, here)
+        if node.most >= HUGE:
+            again = self._new()
+            self.nfa.jumps[here].append(again)
+            self.nfa.jumps[self.node(node.item, again)].append(again)
+            return again
         end = self._new()
         for _ in range(node.most - node.least):
             self.nfa.jumps[here].append(end)

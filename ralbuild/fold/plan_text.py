@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from ralbuild.contract.bundle import Bundle, Kernel, Profile
+from collections.abc import Sequence
+
+from ralbuild.contract.bundle import (
+    CHARACTERS,
+    RUN,
+    TOKENS,
+    Bundle,
+    InputLimit,
+    Kernel,
+    Profile,
+    Route,
+)
+from ralbuild.fold.routes import Overlaps
 from ralbuild.fold.transducer import TransducerSize
 
 
@@ -22,6 +34,9 @@ def plan_text(bundle: Bundle, bundle_sha256: str, size: TransducerSize) -> str:
     lines += ["", "Rules"]
     for profile in bundle.profiles:
         lines += _profile_lines(bundle, profile)
+    if bundle.input_limits:
+        lines += ["", "Input limits: what is longer is refused"]
+        lines += [f"  {limit.name}: {limit_text(limit)}" for limit in bundle.input_limits]
     lines += [
         "",
         "Transducer",
@@ -36,6 +51,33 @@ def plan_text(bundle: Bundle, bundle_sha256: str, size: TransducerSize) -> str:
     if not bundle.kernels:
         lines.append("  none: no GPU architecture was asked for")
     return "\n".join(lines) + "\n"
+
+
+def overlap_lines(file: str, routes: Sequence[Route], overlaps: Overlaps) -> list[str]:
+    """Say which routing rules match the same names, hidden rules first; ``file`` is the config's name."""
+    lines = []
+    for item in sorted(overlaps.found, key=lambda item: not item.whole):
+        first, second = routes[item.winner], routes[item.loser]
+        places = f"{file}:{second.place} (priority {second.priority})", f"{first.place} ({first.priority})"
+        if item.whole:
+            lines.append(
+                f"warning: {places[0]}: {second.match!r} can never win: {first.match!r} at {places[1]} is "
+                f"tried before it and takes what it matches, such as {item.example!r}"
+            )
+        else:
+            lines.append(
+                f"{places[0]}: {second.match!r} overlaps {first.match!r} at {places[1]}, "
+                f"which wins for such as {item.example!r}"
+            )
+    if not overlaps.complete:
+        lines.append("the routes' automaton is large: not all names were compared")
+    return lines
+
+
+def limit_text(limit: InputLimit) -> str:
+    """Say what an input limit accepts."""
+    of = {RUN: "characters without a space", CHARACTERS: "characters", TOKENS: "tokens of prompt"}
+    return f"at most {limit.max_length} {of[limit.unit]}"
 
 
 def _profile_lines(bundle: Bundle, profile: Profile) -> list[str]:

@@ -9,6 +9,7 @@ from ralbuild.config.model import Action
 from ralbuild.config.regex import Node, parse_regex
 from ralbuild.contract.bundle import Profile, Route, Rule, Sampling
 from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT
+from ralbuild.fold.input_rules import replacements
 
 REDACTION, MARKUP = 0, 1
 HTML_ENTITIES = ((b"&", b"&amp;"), (b"<", b"&lt;"), (b">", b"&gt;"), (b'"', b"&quot;"), (b"'", b"&#x27;"))
@@ -84,6 +85,12 @@ class RuleSet:
     input_profile: int
 
 
+def short_place(place: str) -> str:
+    """Return ``line:column`` of ``file:line:column``; other text as it is."""
+    parts = place.rsplit(":", 2)
+    return place if len(parts) < 3 else f"{parts[1]}:{parts[2]}"
+
+
 class _Collector:
     """Numbers rules as they are met, in file order."""
 
@@ -92,9 +99,7 @@ class _Collector:
         self.rules: list[Rule] = []
 
     def add(self, kind: str, text: str, source: str, place: str) -> int:
-        short = place.rsplit(":", 2)
-        at = place if len(short) < 3 else f"{short[1]}:{short[2]}"
-        self.rules.append(Rule(kind, text, source, at))
+        self.rules.append(Rule(kind, text, source, short_place(place)))
         return len(self.rules) - 1
 
     def enhancers(self) -> list[TextRule]:
@@ -151,22 +156,17 @@ class _Collector:
         return ProfileRules(tuple(texts), append, append_id, tuple(bans))
 
     def filters(self) -> list[TextRule]:
-        out = []
-        for index, name, settings in self.loaded.filters:
-            at = ("preprocessing", "token_filters", index, "config", "terms")
-            for term, replacement in settings.terms.items():
-                rule_id = self.add("replace", term, name, self.loaded.place(*at, term))
-                out.append(
-                    TextRule(
-                        rule_id,
-                        MARKUP,
-                        term.encode(),
-                        ignore_case=not settings.case_sensitive,
-                        whole_word=True,
-                        replacement=replacement.encode(),
-                    )
-                )
-        return out
+        return [
+            TextRule(
+                rule_id,
+                MARKUP,
+                pattern,
+                ignore_case=ignore_case,
+                whole_word=whole_word,
+                replacement=replacement,
+            )
+            for rule_id, pattern, replacement, ignore_case, whole_word in replacements(self.loaded, self.add)
+        ]
 
 
 def collect_rules(loaded: LoadedConfig) -> RuleSet:
@@ -195,4 +195,13 @@ def collect_rules(loaded: LoadedConfig) -> RuleSet:
 
 def _routes(loaded: LoadedConfig, index_of: dict[str, int]) -> tuple[Route, ...]:
     ordered = sorted(enumerate(loaded.config.routing.rules), key=lambda item: (item[1].priority, item[0]))
-    return tuple(Route(rule.match, rule.action, rule.priority, index_of[rule.action]) for _, rule in ordered)
+    return tuple(
+        Route(
+            rule.match,
+            rule.action,
+            rule.priority,
+            index_of[rule.action],
+            short_place(loaded.place("routing", "rules", index, "match")),
+        )
+        for index, rule in ordered
+    )

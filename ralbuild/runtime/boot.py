@@ -80,7 +80,7 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
     prompts = Prompts(bundle, parts.patch.tables, parts.tokenizer, parts.template, metrics)
     engine.start()
     log_line(f"RAL patch applied to graph_id=0x{id(graph):x} bundle=sha256:{checked.digest}")
-    return Service(bundle, checked.digest, prompts, engine, metrics)
+    return Service(bundle, parts.patch.tables.routes, checked.digest, prompts, engine, metrics)
 
 
 def self_test(graph: DecodeGraph, checked: Checked) -> None:

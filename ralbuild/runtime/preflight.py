@@ -98,13 +98,17 @@ def _check_bundle(settings: Settings) -> tuple[Bundle, str]:
 
 
 def _check_objects(folder: Path, bundle: Bundle) -> dict[str, bytes]:
-    needed = {ref.sha256 for ref in (bundle.manifest, bundle.transducer, bundle.bans, bundle.vocab)}
+    needed = {ref.sha256 for ref in _tables(bundle)}
     kept: dict[str, bytes] = {}
     for ref in object_refs(bundle):
         data = _check_object(folder, ref)
         if ref.sha256 in needed:
             kept[ref.sha256] = data
     return kept
+
+
+def _tables(bundle: Bundle) -> tuple[ObjectRef, ...]:
+    return (bundle.manifest, bundle.route_table, bundle.transducer, bundle.bans, bundle.vocab)
 
 
 def _check_object(folder: Path, ref: ObjectRef) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ralbuild.contract.bundle import Bundle, Rule, select_profile
 from ralbuild.contract.places import ROUTE_HEADER
+from ralbuild.contract.routes import RouteTable
 from ralbuild.runtime.engine import Engine, Generation
 from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.metrics import Metrics
@@ -18,7 +19,7 @@ from ralbuild.runtime.requests import Ask
 from ralbuild.runtime.sampler import Draw
 
 MAX_ROUTE = 256
-"""Characters of a route name: what a client sends is matched against regular expressions."""
+"""Characters of a route name: it is a name and not a text, and the work per request stays bounded."""
 
 _PRIVATE_KINDS = ("ban", "redact")
 """Rules whose literal is what must not be seen; they are shown by their place in the config."""
@@ -29,6 +30,7 @@ class Service:
     """The parts that one request passes through."""
 
     bundle: Bundle
+    routes: RouteTable
     digest: str
     prompts: Prompts
     engine: Engine
@@ -40,7 +42,7 @@ class Service:
         Raises:
             ApiError: 404 for another model, 422 for input limits, 400 when the context is too short.
         """
-        profile = select_profile(self.bundle, self._route(ask.model, route_header))
+        profile = select_profile(self.bundle, self.routes, self._route(ask.model, route_header))
         prompt = self.prompts.chat(ask.messages) if ask.messages else self.prompts.completion(ask.prompt)
         most = self.bundle.engine.max_seq_len
         room = most - len(prompt)

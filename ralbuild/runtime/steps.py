@@ -14,6 +14,7 @@ from ralbuild.contract.bans import BanSlot, BanTable, read_bans
 from ralbuild.contract.bundle import Bundle, Kernel
 from ralbuild.contract.codec import FormatError
 from ralbuild.contract.manifest import ModelManifest
+from ralbuild.contract.routes import RouteTable, read_routes
 from ralbuild.contract.transducer import Slot, Transducer, read_transducer
 from ralbuild.contract.vocab import TokenBytes, read_vocab
 from ralbuild.runtime.errors import BundleCorruptError, PatchUnsupportedError
@@ -27,11 +28,12 @@ CANDIDATES = 256
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The bundle's tables, parsed: rules, bans and the bytes of every token."""
+    """The bundle's tables, parsed: rules, bans, the bytes of every token, and routes."""
 
     machine: Transducer
     bans: BanTable
     vocab: TokenBytes
+    routes: RouteTable
 
 
 @dataclass(slots=True)
@@ -159,12 +161,13 @@ def read_tables(bundle: Bundle, objects: dict[str, bytes]) -> Tables:
     try:
         table = read_transducer(objects[bundle.transducer.sha256], "transducer")
         bans = read_bans(objects[bundle.bans.sha256], "bans")
+        routes = read_routes(objects[bundle.route_table.sha256], "routes", len(bundle.routes))
         vocab = read_vocab(objects[bundle.vocab.sha256], "vocab")
     except FormatError as error:
         raise BundleCorruptError(error.message, place=error.where) from None
     if min(len(table.starts), len(bans.starts)) < len(bundle.profiles) or table.rules > len(bundle.rules):
         raise BundleCorruptError("the tables were not made for these profiles and rules", place="bundle.json")
-    return Tables(Transducer(table), bans, vocab)
+    return Tables(Transducer(table), bans, vocab, routes)
 
 
 def link_patch(bundle: Bundle, manifest: ModelManifest, tables: Tables) -> Patch:
