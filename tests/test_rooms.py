@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ralbuild"
 
 ORDER = [
     "errors", "contract", "pins", "digests", "config", "weights", "fold", "kernels", "compile", "cache",
-    "simulate", "render", "image", "supply", "release", "report", "pipeline", "doctor", "cli",
+    "simulate", "render", "image", "supply", "release", "report", "debug", "pipeline", "doctor", "cli",
 ]  # fmt: skip
 """A module may import only rooms to its left, and its own. docs/architecture.md draws it."""
 
@@ -25,15 +25,19 @@ DOORS = {
     "pydantic": {"config/model.py", "config/load.py"},
     "pydantic_core": {"config/load.py"},
     "jinja2": {"render.py", "runtime/chat.py", "weights/template_worker.py"},
-    "rich": {"report.py"},
+    "rich": {"report.py", "debug/show.py"},
     "triton": {"compile/worker.py", "kernels/transduce.py", "kernels/sample.py"},
     "tokenizers": {"weights/tokenizer.py", "runtime/tokens.py"},
     "docker": set(),
+    "httpx": {"debug/proxy.py"},
 }
 """Package to the only modules that may import it."""
 
 RUNTIME_PACKAGES = {"torch", "transformers", "starlette", "uvicorn", "safetensors", "prometheus_client"}
-"""Only `runtime` imports these, and the canary's own process (weights/model_worker.py)."""
+"""Only `runtime` imports these, and those of `RUNTIME_GUESTS`."""
+
+RUNTIME_GUESTS = {"weights/model_worker.py", "debug/proxy.py"}
+"""The canary's own process, and the debug proxy, which is a server as well."""
 
 
 def modules() -> list[Path]:
@@ -89,7 +93,7 @@ def test_each_package_has_one_door() -> None:
             if top in DOORS and here not in DOORS[top]:
                 wrong.append(f"{here}:{line}: {top}")
             serving = top in RUNTIME_PACKAGES and room_of(path) != "runtime"
-            if serving and here != "weights/model_worker.py":
+            if serving and here not in RUNTIME_GUESTS:
                 wrong.append(f"{here}:{line}: {top}")
             if room_of(path) == "contract" and top != "ralbuild" and top not in sys.stdlib_module_names:
                 wrong.append(f"{here}:{line}: contract is standard library only, found {top}")

@@ -25,6 +25,8 @@ VERBS = {
     "verify": "check a model folder",
     "import": "convert a GGUF file to a model folder",
     "explain": "print which rules a route gets, and in what order",
+    "debug": "step through a text, or run a user kernel, on the CPU",
+    "debug-proxy": "try the rules before a server that exists",
     "compile": "compile rules and kernels into .ral_cache",
     "simulate": "run the compiled kernels on the CPU and compare",
     "render": "write the Dockerfile, entrypoint and build context",
@@ -33,7 +35,8 @@ VERBS = {
     "inspect": "show what an image holds",
     "run": "run an image without docker",
 }
-"""Every verb is the module `ralbuild.cli.<verb>` (with ``_cmd`` added) with `add_arguments` and `run`."""
+"""Every verb is the module `ralbuild.cli.<verb>` (``_cmd`` added, a dash as underscore) with `add_arguments`
+and `run`."""
 
 EXIT_CODES = (
     "exit codes: 0 done, 1 a bug in ralbuild, 2 usage or config, 3 weights, 4 compile, 5 cache, "
@@ -95,7 +98,7 @@ def _dispatch(arguments: list[str]) -> int:
     for verb, summary in VERBS.items():
         child = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if verb == named:
-            module = importlib.import_module(f"ralbuild.cli.{verb}_cmd")
+            module = importlib.import_module(f"ralbuild.cli.{verb.replace('-', '_')}_cmd")
             module.add_arguments(child)
             child.set_defaults(run=module.run)
     options = parser.parse_args(arguments)
