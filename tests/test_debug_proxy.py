@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import openai
 import pytest
@@ -50,7 +51,7 @@ REWRITTEN = "A <b>risk</b>, a sure thing: [account] 風險 <b>risk</b>"
 class Upstream(BaseHTTPRequestHandler):
     """Answers every chat with `TEXT`, whole or a character a chunk; ends as the model's name says."""
 
-    seen: list[dict] = []
+    seen: ClassVar[list[dict]] = []
 
     def do_GET(self) -> None:
         self.answer(200, "application/json", b'{"object": "list", "data": []}')

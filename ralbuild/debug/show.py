@@ -69,7 +69,7 @@ def _lines(step: Step) -> Iterator[Text]:
     from rich.text import Text
 
     where = "end" if step.index == END else f"{step.index}"
-    line = Text(f"{where:>5} ", style="dim")
+    line = Text().append(f"{where:>5} ", "dim")
     if step.index != END:
         line.append(f"{_quoted(step.data):<16}", "strike red" if step.refused else "bold")
         line.append(f" {step.token:>7}" if step.token is not None else "", "dim")
@@ -81,7 +81,7 @@ def _lines(step: Step) -> Iterator[Text]:
     yield line
     for item in step.matches:
         what = "refused by" if step.refused else "rule"
-        match = Text(f"      └ {what} ", style="dim")
+        match = Text().append(f"      └ {what} ", "dim")
         match.append(f"{item.kind} {_quoted(item.text.encode())}", "magenta")
         match.append(f"  {item.place}  ({item.source}, rule {item.id})", "dim")
         yield match
@@ -98,12 +98,12 @@ def show_launches(launches: Iterable[Launch]) -> None:
 
     console = Console(highlight=False)
     for number, launch in enumerate(launches):
-        line = Text(f"{number:>5} ", style="dim").append(f"{_quoted(launch.data):<16}", "bold")
+        line = Text().append(f"{number:>5} ", "dim").append(f"{_quoted(launch.data):<16}", "bold")
         console.print(line.append(f" {launch.token:>7}" if launch.token is not None else "", "dim"))
         for name, items in launch.changes.items():
             if not items:
                 continue
-            row = Text(f"      └ {name} ", style="dim")
+            row = Text().append(f"      └ {name} ", "dim")
             for at, before, after in items[:SHOWN_CHANGES]:
                 row.append(f"[{at}] ", "dim").append(f"{before}", "yellow").append("→").append(
                     f"{after}  ", "green"
