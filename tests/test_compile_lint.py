@@ -13,6 +13,7 @@ from compile_support import ARTICLE_KERNEL, article_spec
 from ralbuild.compile.lint import LINT_RULES, lint_kernel
 from ralbuild.compile.spec import KernelSpec, builtin_specs
 from ralbuild.compile.user_source import user_spec
+from ralbuild.errors import CompileError
 
 CHECKED_KERNEL = ROOT / "samples/user_kernel_checked/transformers/bold_tokens.py"
 HEAD = "import triton\nimport triton.language as tl\n"
@@ -146,6 +147,31 @@ def test_a_loop_over_terms_costs_one_round_each() -> None:
 def test_a_comment_accepts_a_defect_on_its_line() -> None:
     assert found(AT + "tl.store(output_ptr + at, 1)  # ral: allow K113, the row is ours") == []
     assert found(AT + "tl.store(output_ptr + at, 1)  # ral: allow K101") == ["2:K113"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = b & a\nb = a & b\ntl.store(output_ptr + at, 1, mask=a)",
+        "x = x[0]\ny = x == tl.load(token_ptr)",
+        "\n".join(f"v{n + 1} = v{n} + v{n}" for n in range(60)) + "\ntl.store(output_ptr + v60, 1)",
+        "\n".join(f"v{n + 1} = v{n} & v{n}" for n in range(60)) + "\ntl.store(output_ptr + at, 1, mask=v60)",
+        "tl.store(output_ptr + at, 1, mask=" + " & ".join(["at < 5"] * 300) + ")",
+    ],
+)
+def test_no_expression_makes_the_lint_endless(body: str) -> None:
+    found(AT + body)
+
+
+def test_an_expression_beyond_reading_is_one_error() -> None:
+    spec = builtin_specs()[0]
+    deep = "@triton.jit\ndef k(a_ptr):\n    tl.load(a_ptr + " + "-" * 500 + "a[" * 80 + "0" + "]" * 80 + ")\n"
+    huge = KernelSpec("x", deep.encode(), "x.py", "k", {"a_ptr": "*i32"}, {}, {}, user=True)
+    assert lint_kernel(spec) == ()
+    try:
+        lint_kernel(huge)
+    except CompileError as error:
+        assert "nested too deeply" in str(error)
 
 
 def test_the_page_lists_every_rule() -> None:

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 
 MAX_DEPTH = 40
 """How far names are followed; deeper ones stand for themselves."""
+MAX_STEPS = 5_000
+"""Parts of one sum that are looked at: names that double each other would make it endless."""
+MAX_CONJUNCTS = 64
+"""Parts of one mask that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class Scope:
 
     def __init__(self, function: ast.FunctionDef, pointers: Collection[str]) -> None:
         self.pointers = pointers
+        self._steps = 0
         self._values: dict[str, ast.expr | None] = {}
         parameters = {item.arg for item in function.args.args}
         for name, value in _assignments(function):
@@ -84,6 +89,8 @@ class Scope:
 
     def sum(self, node: ast.expr, depth: int = 0) -> Sum:
         """Return what ``node`` adds up to."""
+        if not depth:
+            self._steps = 0
         terms: Counter[str] = Counter()
         shift = self._add(node, 1, terms, depth)
         return Sum(tuple(sorted((text, factor) for text, factor in terms.items() if factor)), shift)
@@ -98,18 +105,20 @@ class Scope:
 
     def conjuncts(self, node: ast.expr | None) -> Iterator[ast.expr]:
         """Yield the parts of a mask that are joined by ``&``."""
-        if node is None:
-            return
-        node = self.value(node)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
-            yield from self.conjuncts(node.left)
-            yield from self.conjuncts(node.right)
-        else:
-            yield node
+        todo = [node] if node is not None else []
+        for _ in range(MAX_CONJUNCTS):
+            if not todo:
+                return
+            part = self.value(todo.pop())
+            if isinstance(part, ast.BinOp) and isinstance(part.op, ast.BitAnd):
+                todo += [part.right, part.left]
+            else:
+                yield part
 
     def _add(self, node: ast.expr, factor: int, terms: Counter[str], depth: int) -> int:
         """Add ``factor * node`` to ``terms``; return the constant part."""
-        if depth > MAX_DEPTH:
+        self._steps += 1
+        if depth > MAX_DEPTH or self._steps > MAX_STEPS:
             terms[ast.unparse(node)] += factor
             return 0
         node = self.value(node)

@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ralbuild.compile.addresses import Scope, Sum, argument, call_name
+from ralbuild.compile.addresses import MAX_DEPTH, Scope, Sum, argument, call_name
 from ralbuild.compile.spec import ELEMENT_SIZES, KernelSpec
 from ralbuild.compile.user_data import PREFIX
 from ralbuild.compile.user_source import is_jit, parse_source
 from ralbuild.contract.buffers import OUTPUT_BYTES, RING_BYTES
-from ralbuild.errors import Problem
+from ralbuild.errors import CompileError, Problem
 
 LINT_RULES: Mapping[str, str] = {
     "K101": "ids are compared with elements that are too narrow to hold them",
@@ -40,7 +40,7 @@ ID_BUFFERS = frozenset({"token", "terms", "eos_ids", "eos_id"})
 ROW_SIZES = {"ring": RING_BYTES, "output": OUTPUT_BYTES}
 """Elements in a slot's row: a tile of that size needs no mask, and such a bound is no forgotten parameter."""
 _ALLOW = re.compile(r"ral:\s*allow\s+((?:K\d{3}[,\s]*)+)")
-_DESCRIPTORS = ("make_tensor_descriptor", "make_block_ptr", "load_tensor_descriptor")
+_DESCRIPTORS = ("make_tensor_descriptor", "_experimental_make_tensor_descriptor", "load_tensor_descriptor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,19 @@ class _Access:
 
 
 def lint_kernel(spec: KernelSpec) -> tuple[Defect, ...]:
-    """Return the defects of a user's kernel and its helpers, in the order of the file."""
+    """Return the defects of a user's kernel and its helpers, in the order of the file.
+
+    Raises:
+        CompileError: when the file is no Python, or its expressions are nested too deeply to be read.
+    """
     tree, comments = parse_source(spec.source, spec.filename)
+    try:
+        return _lint(spec, tree, comments)
+    except RecursionError:
+        raise CompileError("expressions are nested too deeply", place=spec.filename) from None
+
+
+def _lint(spec: KernelSpec, tree: ast.Module, comments: Mapping[int, str]) -> tuple[Defect, ...]:
     found: list[Defect] = []
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and any(is_jit(item) for item in function.decorator_list):
@@ -181,7 +192,9 @@ class _Linter:
     def _loaded_from(self, node: ast.expr) -> str | None:
         """Return the parameter that a value was loaded from, or that it is."""
         node = self.scope.value(node)
-        while isinstance(node, ast.Subscript):
+        for _ in range(MAX_DEPTH):
+            if not isinstance(node, ast.Subscript):
+                break
             node = self.scope.value(node.value)
         if isinstance(node, ast.Name) and node.id in self.types:
             return node.id
@@ -192,7 +205,7 @@ class _Linter:
         name = call_name(node)
         if not isinstance(node, ast.Call) or not name:
             return
-        if name in _DESCRIPTORS and name != "make_block_ptr":
+        if name in _DESCRIPTORS:
             self._report(
                 "K110",
                 node,
