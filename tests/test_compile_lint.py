@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
-from cli_support import ROOT
+from cli_support import ROOT, ralbuild
 from compile_support import ARTICLE_KERNEL, article_spec
+from model_factory import write_model
+from tokenizers import Tokenizer
 
 from ralbuild.compile.lint import LINT_RULES, lint_kernel
 from ralbuild.compile.spec import KernelSpec, builtin_specs
 from ralbuild.compile.user_source import user_spec
+from ralbuild.contract.arrays import read_arrays
 from ralbuild.errors import CompileError
 
 CHECKED_KERNEL = ROOT / "samples/user_kernel_checked/transformers/bold_tokens.py"
@@ -147,6 +151,41 @@ def test_a_loop_over_terms_costs_one_round_each() -> None:
 def test_a_comment_accepts_a_defect_on_its_line() -> None:
     assert found(AT + "tl.store(output_ptr + at, 1)  # ral: allow K113, the row is ours") == []
     assert found(AT + "tl.store(output_ptr + at, 1)  # ral: allow K101") == ["2:K113"]
+
+
+def sample_on_a_tiny_model(tmp_path: Path, sample: str) -> tuple[object, ...]:
+    write_model(tmp_path / "model")
+    config = (ROOT / "samples" / sample / "ral-config.yaml").read_text("utf-8")
+    (tmp_path / "ral-config.yaml").write_text(config + "max_seq_len: 512\n", "utf-8")
+    (tmp_path / "transformers").symlink_to(ROOT / "samples" / sample / "transformers")
+    return "compile", "--model", "model", "--target", "cuda", "--arch", "sm_80"
+
+
+def test_the_articles_kernel_compiles_with_warnings_and_fails_under_strict(tmp_path: Path) -> None:
+    command = sample_on_a_tiny_model(tmp_path, "user_kernel")
+    done = ralbuild(*command, "--strict", cwd=tmp_path)
+    assert done.code == 4
+    assert done.out == ""
+    assert re.findall(r"^error: transformers/html_enhancer\.py:\d+:\d+: (K\d+)", done.err, re.MULTILINE) == [
+        "K106", "K105", "K101", "K102", "K103", "K104",
+    ]  # fmt: skip
+    done = ralbuild(*command, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert len(re.findall(r"warning: transformers/html_enhancer\.py:\d+:\d+: K\d+", done.err)) == 6
+
+
+def test_the_checked_sample_compiles_under_strict_with_its_values_in_the_bundle(tmp_path: Path) -> None:
+    command = sample_on_a_tiny_model(tmp_path, "user_kernel_checked")
+    done = ralbuild(*command, "--strict", "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    bundle = json.loads(done.out)
+    assert [step["kernel"] for step in bundle["patch"]] == ["sample", "transduce", "bold_tokens"]
+    (kernel,) = (item for item in bundle["kernels"] if item["user"])
+    data = (tmp_path / ".ral_cache/objects" / kernel["data"]["sha256"]).read_bytes()
+    arrays = {name: view.tolist() for name, view in read_arrays(data, "data").arrays.items()}
+    ids = Tokenizer.from_file(str(tmp_path / "model/tokenizer.json"))
+    wanted = [number for text in (" risk", " audit") for number in ids.encode(text).ids]
+    assert arrays == {"terms": wanted, "term_count": [len(wanted)]}
 
 
 @pytest.mark.parametrize(
