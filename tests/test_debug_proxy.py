@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import ClassVar
 import openai
 import pytest
 from cli_support import MINIMAL, NO_KERNELS, ralbuild
+from runtime_fixtures import make_image, make_model, running
 
 CONFIG = (
     MINIMAL
@@ -129,19 +131,19 @@ def upstream() -> Iterator[str]:
     server.shutdown()
 
 
-@pytest.fixture(scope="module")
-def proxy(upstream: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    folder = tmp_path_factory.mktemp("proxy")
-    (folder / "ral-config.yaml").write_text(CONFIG)
+@contextmanager
+def started(upstream: str, folder: Path, config: str) -> Iterator[Proxy]:
+    (folder / "ral-config.yaml").write_text(config, "utf-8")
     port = free_port()
     command = [sys.executable, "-m", "ralbuild.cli.main", "debug-proxy", "--json", "--show-text"]
-    process = subprocess.Popen(
-        [*command, "--upstream", f"{upstream}/v1", "--port", str(port)],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=(folder / "errors").open("w"),
-        text=True,
-    )
+    with (folder / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            [*command, "--upstream", f"{upstream}/v1", "--port", str(port)],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
     made = Proxy(f"http://127.0.0.1:{port}", folder / "ral-config.yaml", process)
     threading.Thread(target=made.read, daemon=True).start()
     for _ in range(600):
@@ -155,6 +157,12 @@ def proxy(upstream: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     yield made
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) in (0, 130), (folder / "errors").read_text()
+
+
+@pytest.fixture(scope="module")
+def proxy(upstream: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    with started(upstream, tmp_path_factory.mktemp("proxy"), CONFIG) as made:
+        yield made
 
 
 def ask(proxy: Proxy, model: str = "tiny/finance.retail", **more: object):
@@ -248,3 +256,26 @@ def test_a_wrong_start_is_one_error(tmp_path: Path) -> None:
             env=dict(os.environ),
         )
     assert (shown.code, "the port cannot be opened" in shown.err) == (7, True)
+
+
+def test_before_our_own_server_a_stream_is_its_text_rewritten(tmp_path: Path) -> None:
+    """The server's own text, rewritten by `re`, is what a client of the proxy gets."""
+    image = make_image(tmp_path / "root", make_model(tmp_path / "model"))
+
+    def text(url: str, *, stream: bool) -> str:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        chat = client.completions.create(
+            model="tiny", prompt="a b", max_tokens=60, temperature=0, stream=stream
+        )
+        return "".join(item.choices[0].text for item in (chat if stream else [chat]))
+
+    with running(image, {"RAL_THREADS": "1"}) as runtime:
+        plain = text(runtime.url, stream=False)
+        pattern = "[A-Za-z]{2}"
+        rules = "rules: [{match: '', action: hide}]\n"
+        config = f"{MINIMAL}{NO_KERNELS}routing:\n  {rules}actions: {{hide: {{redact: [{{pattern: '{pattern}', with: '[x]'}}]}}}}\n"
+        wanted = re.sub(pattern, "[x]", plain)
+        assert wanted != plain
+        with started(runtime.url, tmp_path, config) as proxy:
+            assert text(proxy.url, stream=False) == wanted
+            assert text(proxy.url, stream=True) == wanted
