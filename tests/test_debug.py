@@ -74,7 +74,7 @@ def test_the_steps_of_a_text_add_up_to_the_rewritten_text(folder: Path) -> None:
         assert part in lines[int(line) - 1]
 
 
-@pytest.mark.parametrize("wanted", ["redact", "11", "11:14", "/acct-[0-9]{4,6}/"])
+@pytest.mark.parametrize("wanted", ["redact", "11:14"])
 def test_a_breakpoint_on_a_rule_ends_the_trace_where_it_matched(folder: Path, wanted: str) -> None:
     found = steps(folder, "--break", wanted)
     assert [step["break"] for step in found] == [False] * (len(found) - 1) + [True]
@@ -158,6 +158,7 @@ def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         MINIMAL + "postprocessing: {output_transformers: [{name: shout, config: {limit: 2}}]}\n"
     )
     (folder / "text.txt").write_text("abc risk")
+    (folder / "transformers/shout.py").write_text(KERNEL)
     return folder
 
 
@@ -169,8 +170,9 @@ def run_kernel(folder: Path, here: str, typed: str = "") -> subprocess.Completed
     )
 
 
-def test_a_kernel_runs_in_the_interpreter_with_print(kernel_folder: Path) -> None:
-    done = run_kernel(kernel_folder, "pass")
+def test_a_kernel_runs_in_the_interpreter_with_print_and_pdb(kernel_folder: Path) -> None:
+    typed = "p 'si' + 'ze', BLOCK\nc\n" + "c\n" * 20
+    done = run_kernel(kernel_folder, "import pdb; pdb.set_trace()", typed)
     assert done.returncode == 0, done.stderr
     launches = [json.loads(line) for line in done.stdout.splitlines()]
     assert "".join(item["text"] for item in launches) == "abc risk"
@@ -182,10 +184,6 @@ def test_a_kernel_runs_in_the_interpreter_with_print(kernel_folder: Path) -> Non
         }
         assert {change["at"]: change["after"] for change in item["changes"].get("output_ptr", [])} == changed
     assert done.stderr.count("token") == len(launches)
-
-
-def test_pdb_works_in_a_kernel(kernel_folder: Path) -> None:
-    done = run_kernel(kernel_folder, "import pdb; pdb.set_trace()", typed="p 'si' + 'ze', BLOCK\nq\n")
     assert "('size', 64)" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -215,7 +213,6 @@ def test_the_checked_sample_wraps_the_text_of_its_terms(kernel_folder: Path, tmp
 
 
 def test_an_unknown_kernel_lists_those_there_are(kernel_folder: Path) -> None:
-    run_kernel(kernel_folder, "pass")
     shown = ralbuild("debug", "--kernel", "shut", "--model", "model", "--text", "text.txt", cwd=kernel_folder)
     assert shown.code == 2
     assert "user kernels of this config: shout" in shown.err

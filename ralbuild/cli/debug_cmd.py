@@ -41,13 +41,16 @@ def run(options: argparse.Namespace) -> int:
     text = _text(options.text)
     as_json = options.json or not sys.stdout.isatty()
     if options.kernel is not None:
+        from ralbuild.compile.lint import lint_kernel
         from ralbuild.debug.kernel import find_kernel, run_kernel
         from ralbuild.debug.show import show_launches
 
         if options.model is None:
             raise UsageError("--kernel needs --model: a kernel reads token ids", place="--kernel")
         spec = find_kernel(rules, options.kernel, rules.loaded.config.max_seq_len)
-        launches = run_kernel(spec, rules, options.route, text)
+        for defect in lint_kernel(spec):
+            _note(f"warning: {defect.problem}")
+        launches = run_kernel(spec, rules, options.route, text, _note)
         if as_json:
             for launch in launches:
                 print(json.dumps(launch.plain(), ensure_ascii=False))
@@ -83,6 +86,12 @@ def _text(name: str | None) -> str:
     if len(data) > MAX_TEXT_BYTES:
         raise UsageError(f"needs at most {MAX_TEXT_BYTES} bytes", place=name or "--text")
     return data.decode("utf-8", "replace")
+
+
+def _note(text: str) -> None:
+    from ralbuild.report import printable
+
+    print(printable(text), file=sys.stderr)
 
 
 def _ask() -> str:

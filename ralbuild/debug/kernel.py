@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,13 @@ def find_kernel(rules: Rules, name: str, max_seq_len: int) -> KernelSpec:
     )
 
 
-def run_kernel(spec: KernelSpec, rules: Rules, route: str, text: str) -> Iterator[Launch]:
+def run_kernel(
+    spec: KernelSpec, rules: Rules, route: str, text: str, note: Callable[[str], None]
+) -> Iterator[Launch]:
     """Launch the kernel once per token of ``text``, with the buffers as they are after `transduce`.
 
-    What the kernel prints goes to standard error, and standard input is the kernel's: pdb works.
+    What the kernel prints goes to standard error, and standard input is the kernel's: pdb works. ``note``
+    is told which protections the host does not give.
 
     Raises:
         CompileError: with file:line of the kernel, when it fails.
@@ -93,7 +96,7 @@ def run_kernel(spec: KernelSpec, rules: Rules, route: str, text: str) -> Iterato
     steps = list(_steps(spec, rules, route, text))
     if len(steps) > MAX_LAUNCHES:
         raise UsageError(f"needs at most {MAX_LAUNCHES} tokens, found {len(steps)}", place="--text")
-    after = _interpret(spec, [arrays for _, _, arrays in steps])
+    after = _interpret(spec, [arrays for _, _, arrays in steps], note)
     for (token, data, before), found in zip(steps, after, strict=False):
         yield Launch(token, data, {name: _changes(before[name], values) for name, values in found.items()})
 
@@ -135,7 +138,9 @@ def _changes(before: np.ndarray[Any, Any], values: list[Any]) -> tuple[tuple[int
     return tuple((int(at), old[at].item(), new[at].item()) for at in np.flatnonzero(old != new))
 
 
-def _interpret(spec: KernelSpec, steps: list[dict[str, np.ndarray[Any, Any]]]) -> list[dict[str, list[Any]]]:
+def _interpret(
+    spec: KernelSpec, steps: list[dict[str, np.ndarray[Any, Any]]], note: Callable[[str], None]
+) -> list[dict[str, list[Any]]]:
     """Run the worker and return each pointer parameter's elements after each launch."""
     private = Path(tempfile.mkdtemp(prefix="ralbuild-debug-"))
     try:
@@ -152,7 +157,7 @@ def _interpret(spec: KernelSpec, steps: list[dict[str, np.ndarray[Any, Any]]]) -
             "policy": asdict(_policy(private)),
         }
         (private / "request.json").write_text(json.dumps(request))
-        return _answer(spec, _talk(private), private)
+        return _answer(spec, _talk(private), private, note)
     except OSError as error:
         raise HostError(f"cannot run the interpreter: {error.strerror}", place=error.filename or "") from None
     finally:
@@ -196,9 +201,13 @@ def _talk(private: Path) -> bytes:
         worker.wait()
 
 
-def _answer(spec: KernelSpec, body: bytes, private: Path) -> list[dict[str, list[Any]]]:
+def _answer(
+    spec: KernelSpec, body: bytes, private: Path, note: Callable[[str], None]
+) -> list[dict[str, list[Any]]]:
     try:
         answer = json.loads(body)
+        if answer["missing"]:
+            note(f"the interpreter ran without: {', '.join(map(str, answer['missing']))}")
         if "reason" in answer:
             place = f"{spec.filename}:{answer['line']}" if answer["line"] else spec.filename
             reason = str(answer["reason"]).replace(f"{private}/", "")
