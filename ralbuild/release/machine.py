@@ -26,6 +26,7 @@ IN_PLACE = ("park", "empty", "free", "start", "ready", "gate", "warm", "switch",
 WARM_REQUESTS = 3
 POLL_SECONDS = 0.2
 FREE_SECONDS = 60.0
+SEEN_SECONDS = 10.0
 
 
 class _StepError(Exception):
@@ -153,6 +154,7 @@ class Release:
 
     def _switch(self) -> str:
         plan = self.plan
+        self._wait_seen(plan.colour)
         self.site.save(replace(self.site.state, active=plan.colour))
         self.proxy.activate(plan.colour)
         self.proxy.hold(False)
@@ -205,6 +207,7 @@ class Release:
             try:
                 self.host.start_again(old.container)
                 self._wait_ready(plan.old, old)
+                self._wait_seen(plan.old)
             except (_StepError, RalError) as error:
                 hint = "mend the machine, then run `ralbuild release undo`: the journal is kept"
                 raise HostError(
@@ -239,6 +242,13 @@ class Release:
             if time.monotonic() - began > self.plan.ready_seconds:
                 raise _StepError(f"not ready after {self.plan.ready_seconds} s: {said_ready}")
             time.sleep(POLL_SECONDS)
+
+    def _wait_seen(self, colour: str) -> None:
+        deadline = time.monotonic() + SEEN_SECONDS
+        while not self.proxy.sees(colour):
+            if time.monotonic() > deadline:
+                raise _StepError(f"the proxy does not see that {colour} is up")
+            time.sleep(POLL_SECONDS / 4)
 
     def _drain_colour(self, colour: str) -> str:
         if not colour:

@@ -71,16 +71,12 @@ def _label(text: str) -> str:
 def _junit(results: Sequence[ProbeResult], url: str) -> str:
     failed = sum(not result.ok for result in results)
     total = sum(result.seconds for result in results)
-    lines = [
-        '<?xml version="1.0" encoding="UTF-8"?>',
-        f'<testsuites><testsuite name={quoteattr("ralbuild probe " + url)} tests="{len(results)}" '
-        f'failures="{failed}" errors="0" skipped="0" time="{total:.3f}">',
-    ]
+    name = quoteattr(f"ralbuild probe {url}")
+    counts = f'tests="{len(results)}" failures="{failed}" errors="0" skipped="0" time="{total:.3f}"'
+    lines = ['<?xml version="1.0" encoding="UTF-8"?>', f"<testsuites><testsuite name={name} {counts}>"]
     for result in results:
-        lines.append(
-            f"<testcase classname={quoteattr('ralbuild.' + result.kind)} name={quoteattr(result.name)} "
-            f'time="{result.seconds:.3f}">'
-        )
+        kind, case = quoteattr(f"ralbuild.{result.kind}"), quoteattr(result.name)
+        lines.append(f'<testcase classname={kind} name={case} time="{result.seconds:.3f}">')
         text = printable(result.message)
         if not result.ok:
             lines.append(f"<failure message={quoteattr(text)}>{escape(text)}</failure>")

@@ -58,6 +58,9 @@ class Proxy(Protocol):
     def sessions(self, colour: str) -> int:
         """Return how many requests ``colour`` is answering through the proxy; 0 when that is not known."""
 
+    def sees(self, colour: str) -> bool:
+        """Tell whether the proxy itself thinks that ``colour`` answers: its checks lag behind ours."""
+
     def errors(self, colour: str) -> tuple[int, int]:
         """Return how many answers of ``colour`` failed, and how many there were, since the proxy started."""
 
@@ -143,7 +146,7 @@ class HaProxy(_Daemon):
             self._persist("", held=False)
 
     def check(self) -> None:
-        self._run("-c", "-q", "-f", str(self.folder / "haproxy.cfg"))
+        self._run("-c", "-f", str(self.folder / "haproxy.cfg"))
 
     def start(self) -> None:
         if self.running():
@@ -175,6 +178,9 @@ class HaProxy(_Daemon):
 
     def sessions(self, colour: str) -> int:
         return sum(int(row["scur"] or 0) for row in self._servers(colour))
+
+    def sees(self, colour: str) -> bool:
+        return any(row["status"].startswith("UP") for row in self._servers(colour))
 
     def errors(self, colour: str) -> tuple[int, int]:
         rows = self._servers(colour)
@@ -267,6 +273,9 @@ class Nginx(_Daemon):
 
     def sessions(self, colour: str) -> int:  # noqa: ARG002 - nginx does not count by upstream
         return 0
+
+    def sees(self, colour: str) -> bool:  # noqa: ARG002 - it does not check
+        return True
 
     def errors(self, colour: str) -> tuple[int, int]:  # noqa: ARG002
         return 0, 0
