@@ -107,7 +107,11 @@ class Handler(BaseHTTPRequestHandler):
             message = {"role": "assistant", "content": text}
             usage = {"completion_tokens": min(len(pieces), ask.get("max_tokens", 16))}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            self.answer(200, {"id": "a", "object": "chat.completion", "created": 0, "model": "tiny"} | {"choices": [choice], "usage": usage})
+            self.answer(
+                200,
+                {"id": "a", "object": "chat.completion", "created": 0, "model": "tiny"}
+                | {"choices": [choice], "usage": usage},
+            )
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
@@ -124,7 +128,13 @@ class Handler(BaseHTTPRequestHandler):
         self.chunk(b"")
 
     def event(self, choice: dict) -> None:
-        body = {"id": "a", "object": "chat.completion.chunk", "created": 0, "model": "tiny", "choices": [choice]}
+        body = {
+            "id": "a",
+            "object": "chat.completion.chunk",
+            "created": 0,
+            "model": "tiny",
+            "choices": [choice],
+        }
         self.chunk(b"data: " + json.dumps(body).encode() + b"\n\n")
 
     def chunk(self, data: bytes) -> None:

@@ -166,9 +166,17 @@ class World:
 @contextlib.contextmanager
 def world(folder: Path, proxy: str = "haproxy", **changes: Any) -> Iterator[World]:
     listen, blue, green = free_ports(3)
-    values = {"drain_seconds": 10, "park_seconds": 20, "watch_seconds": 1, "on_crash": "old", "connections": 500}
+    values = {
+        "drain_seconds": 10,
+        "park_seconds": 20,
+        "watch_seconds": 1,
+        "on_crash": "old",
+        "connections": 500,
+    }
     values |= changes
-    settings = Settings(format=FORMAT, proxy=proxy, listen=f"127.0.0.1:{listen}", blue=blue, green=green, **values)
+    settings = Settings(
+        format=FORMAT, proxy=proxy, listen=f"127.0.0.1:{listen}", blue=blue, green=green, **values
+    )
     site = Site.create(folder / "site", settings)
     host = ProcessHost(folder / "host")
     door = proxy_of(site)
@@ -199,7 +207,9 @@ class Load:
 
     def __enter__(self) -> Load:
         kinds = [self._long_stream, self._short_stream, self._keep_alive, self._fresh, self._openai]
-        self._threads = [threading.Thread(target=self._loop, args=(kind,)) for kind in kinds for _ in range(2)]
+        self._threads = [
+            threading.Thread(target=self._loop, args=(kind,)) for kind in kinds for _ in range(2)
+        ]
         for thread in self._threads:
             thread.start()
         return self
@@ -235,7 +245,9 @@ class Load:
     def _ask(self, connection: http.client.HTTPConnection, words: int, stream: bool) -> str:
         content = " ".join(["word"] * words)
         body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "stream": stream}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"}
+        )
         response = connection.getresponse()
         data = response.read()
         assert response.status == 200, f"{response.status} {data[:200]!r}"
@@ -269,7 +281,9 @@ class Load:
                 base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60
             )
         messages = [{"role": "user", "content": "one two three"}]
-        raw = local["client"].chat.completions.with_raw_response.create(model="tiny", messages=messages, stream=True)
+        raw = local["client"].chat.completions.with_raw_response.create(
+            model="tiny", messages=messages, stream=True
+        )
         finish = [chunk.choices[0].finish_reason for chunk in raw.parse()]
         assert finish[-1] == "stop"
         return raw.headers["x-ral-colour"]

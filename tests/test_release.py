@@ -302,18 +302,27 @@ def test_an_image_that_cannot_fit_is_refused_before_anything_changes(tmp_path: P
         assert Journal.read(w.site.folder) is None
 
 
-def test_an_image_that_fits_only_alone_is_swapped_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_fits_only_alone_is_swapped_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with world(tmp_path) as w:
         w.up(w.host.add_image("a"))
-        monkeypatch.setattr("ralbuild.release.planning.free_room", lambda _: type("R", (), {"free": 0, "kind": "RAM"}))
+        monkeypatch.setattr(
+            "ralbuild.release.planning.free_room", lambda _: type("R", (), {"free": 0, "kind": "RAM"})
+        )
         plan = plan_up(w.site, w.host, w.proxy, "x", w.host.add_image("b"), Wishes())
         assert plan.mode == "in-place"
-        with pytest.raises(HostError, match="--mode in-place|are free"):
+        with pytest.raises(HostError, match="are free"):
             plan_up(w.site, w.host, w.proxy, "x", w.host.add_image("b"), Wishes(mode="blue-green"))
 
 
 def test_two_releases_at_once_the_second_is_refused(tmp_path: Path) -> None:
-    with world(tmp_path) as w, w.site.locked(), pytest.raises(UsageError, match="another release"), w.site.locked():
+    with (
+        world(tmp_path) as w,
+        w.site.locked(),
+        pytest.raises(UsageError, match="another release"),
+        w.site.locked(),
+    ):
         pass
 
 
@@ -337,5 +346,3 @@ def test_haproxy_refuses_a_damaged_configuration_with_its_words(tmp_path: Path) 
         path.write_text(path.read_text().replace("option abortonclose", "option abortonklose"))
         with pytest.raises(HostError, match="abortonklose"):
             w.proxy.check()
-
-
