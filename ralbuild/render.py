@@ -74,6 +74,13 @@ def _json(value: Any) -> _Safe:
     return _Safe(quoted.replace("$", "\\$") if isinstance(value, str) else quoted)
 
 
+def _yaml(value: Any) -> _Safe:
+    """Quote text as a YAML string: JSON's strings are some of YAML's."""
+    text = str(value)
+    _reject_control(text)
+    return _Safe(json.dumps(text, ensure_ascii=False))
+
+
 def _finalize(value: object) -> object:
     if not isinstance(value, _Safe):
         raise ImageError(f"a template writes {str(value)[:60]!r} without a filter", place="render")
@@ -111,7 +118,7 @@ def render_text(template: str, values: Mapping[str, Any]) -> bytes:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(word=_word, json=_json)
+    environment.filters.update(word=_word, json=_json, yaml=_yaml)
     source = (template_dir() / template).read_text("utf-8")
     return environment.from_string(source).render(values).encode()
 

@@ -81,20 +81,18 @@ def run(options: argparse.Namespace) -> int:
 
 def _init(options: argparse.Namespace) -> int:
     from ralbuild.release.proxy import proxy_of
-    from ralbuild.release.site import FORMAT, Settings, Site
+    from ralbuild.release.site import Site, default_settings
 
     blue, green = _ports(options.ports)
-    settings = Settings(
-        FORMAT,
-        options.proxy,
-        _listen(options.listen),
-        blue,
-        green,
-        _seconds(options.drain, "--drain"),
-        _seconds(options.park, "--park"),
-        _seconds(options.watch, "--watch"),
-        options.on_crash,
-        connections=2000,
+    settings = default_settings(
+        proxy=options.proxy,
+        listen=_listen(options.listen),
+        blue=blue,
+        green=green,
+        drain_seconds=_seconds(options.drain, "--drain"),
+        park_seconds=_seconds(options.park, "--park"),
+        watch_seconds=_seconds(options.watch, "--watch"),
+        on_crash=options.on_crash,
     )
     site = Site.create(options.site, settings)
     with site.locked():

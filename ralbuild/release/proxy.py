@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Protocol
 
 from ralbuild.errors import HostError, UsageError
@@ -71,7 +71,22 @@ def proxy_of(site: Site) -> Proxy:
     return kinds[site.settings.proxy](site.folder, site.settings)
 
 
-def _values(folder: Path, settings: Settings) -> dict[str, object]:
+def haproxy_files(folder: PurePath, settings: Settings) -> dict[str, bytes]:
+    """Return HAProxy's files by name, as they look when they lie in ``folder``; nothing is active yet."""
+    values = _values(folder, settings)
+    return {
+        "haproxy.cfg": render_text("release/haproxy.cfg.j2", values),
+        "park.lua": render_text("release/park.lua.j2", values),
+        "503.http": _unavailable(),
+        "state.map": _state_map("", held=False),
+    }
+
+
+def _state_map(colour: str, *, held: bool) -> bytes:
+    return f"active be_{colour or 'none'}\nhold {int(held)}\n".encode()
+
+
+def _values(folder: PurePath, settings: Settings) -> dict[str, object]:
     return {
         "run": folder,
         "listen": settings.listen,
@@ -138,12 +153,9 @@ class HaProxy(_Daemon):
     can_hold = True
 
     def write_files(self) -> None:
-        values = _values(self.folder, self.settings)
-        replace_file(self.folder / "haproxy.cfg", render_text("release/haproxy.cfg.j2", values))
-        replace_file(self.folder / "park.lua", render_text("release/park.lua.j2", values))
-        replace_file(self.folder / "503.http", _unavailable())
-        if not (self.folder / "state.map").exists():
-            self._persist("", held=False)
+        for name, data in haproxy_files(self.folder, self.settings).items():
+            if name != "state.map" or not (self.folder / name).exists():
+                replace_file(self.folder / name, data)
 
     def check(self) -> None:
         self._run("-c", "-f", str(self.folder / "haproxy.cfg"))
@@ -204,8 +216,7 @@ class HaProxy(_Daemon):
         return (colour if colour in COLOURS else ""), pairs.get("hold") == "1"
 
     def _persist(self, colour: str, held: bool) -> None:
-        text = f"active be_{colour or 'none'}\nhold {int(held)}\n"
-        replace_file(self.folder / "state.map", text.encode())
+        replace_file(self.folder / "state.map", _state_map(colour, held=held))
 
     def _set(self, key: str, value: str) -> None:
         said = self._ask(f"set map {self.folder}/state.map {key} {value}").strip()

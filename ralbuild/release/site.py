@@ -63,6 +63,25 @@ class Settings:
         return self.blue if colour == "blue" else self.green
 
 
+def default_settings(**changes: Any) -> Settings:
+    """Return what `release init` takes when it is told nothing else."""
+    return replace(
+        Settings(
+            FORMAT,
+            "haproxy",
+            "127.0.0.1:8000",
+            18001,
+            18002,
+            drain_seconds=300,
+            park_seconds=300,
+            watch_seconds=30,
+            on_crash="old",
+            connections=2000,
+        ),
+        **changes,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Deployed:
     """An image that was put into a colour.
