@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -73,6 +74,13 @@ def _json(value: Any) -> _Safe:
     return _Safe(quoted.replace("$", "\\$") if isinstance(value, str) else quoted)
 
 
+def _yaml(value: Any) -> _Safe:
+    """Quote text as a YAML string: JSON's strings are some of YAML's."""
+    text = str(value)
+    _reject_control(text)
+    return _Safe(json.dumps(text, ensure_ascii=False))
+
+
 def _finalize(value: object) -> object:
     if not isinstance(value, _Safe):
         raise ImageError(f"a template writes {str(value)[:60]!r} without a filter", place="render")
@@ -92,6 +100,17 @@ def render_dockerfile(facts: DockerfileFacts) -> RenderedFile:
     Raises:
         ImageError: when a value cannot be written safely.
     """
+    values = {name: getattr(facts, name) for name in DockerfileFacts.__slots__}
+    values["model_files"] = [f"models/{name}" for name in facts.model_files]
+    return RenderedFile("Dockerfile", render_text("Dockerfile.j2", values))
+
+
+def render_text(template: str, values: Mapping[str, Any]) -> bytes:
+    """Render one template of `template_dir`.
+
+    Raises:
+        ImageError: when a value cannot be written safely.
+    """
     environment = Environment(  # noqa: S701  # not HTML: every value passes a filter, see _finalize
         undefined=StrictUndefined,
         finalize=_finalize,
@@ -99,12 +118,9 @@ def render_dockerfile(facts: DockerfileFacts) -> RenderedFile:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(word=_word, json=_json)
-    source = (template_dir() / "Dockerfile.j2").read_text("utf-8")
-    values = {name: getattr(facts, name) for name in DockerfileFacts.__slots__}
-    values["model_files"] = [f"models/{name}" for name in facts.model_files]
-    text = environment.from_string(source).render(values)
-    return RenderedFile("Dockerfile", text.encode())
+    environment.filters.update(word=_word, json=_json, yaml=_yaml)
+    source = (template_dir() / template).read_text("utf-8")
+    return environment.from_string(source).render(values).encode()
 
 
 def entrypoint() -> RenderedFile:

@@ -34,6 +34,8 @@ VERBS = {
     "image": "build the image: the main job",
     "inspect": "show what an image holds",
     "run": "run an image without docker",
+    "probe": "ask a running server what it must answer",
+    "release": "switch a docker host to another image, blue-green",
 }
 """Every verb is the module `ralbuild.cli.<verb>` (``_cmd`` added, a dash as underscore) with `add_arguments`
 and `run`."""

@@ -29,12 +29,12 @@ def chosen_report(options: argparse.Namespace) -> Report:
     return make_report(options.progress, quiet=options.quiet)
 
 
-def add_model_option(parser: argparse.ArgumentParser) -> None:
+def add_model_option(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add --model."""
     parser.add_argument(
         "--model",
         type=Path,
-        required=True,
+        required=required,
         metavar="DIR",
         help="model folder: safetensors and tokenizer.json",
     )
@@ -65,9 +65,9 @@ def add_cache_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_build_options(parser: argparse.ArgumentParser) -> None:
+def add_build_options(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
     """Add what `compile`, `render` and `image` need to compile a model."""
-    add_model_option(parser)
+    add_model_option(parser, required=model_required)
     add_config_option(parser)
     add_cache_option(parser)
     parser.add_argument(

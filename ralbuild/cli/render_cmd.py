@@ -1,9 +1,10 @@
-"""`ralbuild render`."""
+"""`ralbuild render`: a build context, or files for whoever runs the image."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ralbuild.cli.options import (
     add_base_option,
@@ -13,22 +14,141 @@ from ralbuild.cli.options import (
     build_request,
     chosen_report,
 )
+from ralbuild.errors import HostError, ImageError, UsageError
+
+if TYPE_CHECKING:
+    from ralbuild.render import RenderedFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_build_options(parser)
+    add_build_options(parser, model_required=False)
     add_base_option(parser)
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="new folder for the build context"
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder for the files")
+    what = parser.add_argument_group("instead of a build context")
+    what.add_argument("--kubernetes", action="store_true", help="manifests in a kustomize layout")
+    what.add_argument("--compose", action="store_true", help="a Compose file with two colours")
+    what.add_argument(
+        "--from", dest="layout", metavar="oci:DIR", help="the image whose labels give the sizes"
+    )
+    what.add_argument("--tag", default="", help="which image of a layout")
+    what.add_argument("--image", default="", metavar="NAME@sha256:DIGEST", help="how the cluster finds it")
+    what.add_argument("--name", default="model-server", help="name of every object; default: model-server")
+    what.add_argument(
+        "--strategy",
+        choices=("service-switch", "rollout", "recreate"),
+        default="service-switch",
+        help="two Deployments and one Service, Argo Rollouts, or one at a time",
+    )
+    what.add_argument("--replicas", type=int, default=1, help="pods; default: 1")
+    what.add_argument("--autoscale", metavar="MAX[,target=0.8]", help="an autoscaler on requests per slot")
+    what.add_argument("--gpus", type=int, default=0, help="GPUs of a pod")
+    what.add_argument("--drain", type=int, default=300, metavar="SECONDS", help="for running requests")
+    what.add_argument(
+        "--probe-image", default="", metavar="NAME@sha256:DIGEST", help="holds ralbuild, for a gate"
+    )
+    what.add_argument(
+        "--weights-image", default="", metavar="NAME@sha256:DIGEST", help="image volume for /models"
+    )
+    what.add_argument("--proxy-image", default="", metavar="NAME@sha256:DIGEST", help="HAProxy, for Compose")
+    what.add_argument(
+        "--prepull", type=int, default=0, metavar="NODES", help="bring the image to so many nodes first"
     )
     add_report_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write Dockerfile, entrypoint and everything that they copy; weights are hard links."""
+    """Write the files; the path of the main one goes to standard output."""
+    if options.kubernetes and options.compose:
+        raise UsageError("one of --kubernetes and --compose at a time", place="render")
+    if options.kubernetes:
+        return _deliver(_kubernetes(options), options.out, "base/kustomization.yaml")
+    if options.compose:
+        return _deliver(_compose(options), options.out, "compose.yaml")
+    if options.model is None:
+        raise UsageError("a build context needs --model", place="render")
     from ralbuild.pipeline import render_context
 
     request = build_request(options, base=base_folder(options))
     print(render_context(request, options.out, chosen_report(options)) / "Dockerfile")
+    return 0
+
+
+def _kubernetes(options: argparse.Namespace) -> list[RenderedFile]:
+    from ralbuild.release.kubernetes import Deployment, parse_autoscale, render_kubernetes
+
+    replicas = _count(options.replicas, "--replicas", 1)
+    most, pressure = parse_autoscale(options.autoscale) if options.autoscale else (replicas, "0.8")
+    return render_kubernetes(
+        Deployment(
+            options.name,
+            options.image,
+            _labels(options),
+            options.strategy,
+            replicas,
+            most,
+            _count(options.gpus, "--gpus", 0),
+            _count(options.drain, "--drain", 0),
+            pressure,
+            options.probe_image,
+            options.weights_image,
+            _count(options.prepull, "--prepull", 0),
+        )
+    )
+
+
+def _compose(options: argparse.Namespace) -> list[RenderedFile]:
+    from ralbuild.release.compose import render_compose
+    from ralbuild.release.site import default_settings
+
+    settings = default_settings(drain_seconds=_count(options.drain, "--drain", 0))
+    gpus = _count(options.gpus, "--gpus", 0)
+    return render_compose(options.name, options.image, options.proxy_image, _labels(options), settings, gpus)
+
+
+def _labels(options: argparse.Namespace) -> dict[str, str]:
+    from ralbuild.image.reader import open_image
+
+    if not options.layout:
+        hint = "give the image that you built: --from oci:DIR"
+        raise UsageError("the sizes come from the labels of an image", place="--from", hint=hint)
+    path = Path(options.layout.removeprefix("oci:").removeprefix("archive:"))
+    with open_image(path, options.tag) as image:
+        labels = dict(image.labels)
+    if "io.ralbuild.bundle" not in labels:
+        raise ImageError(
+            "has no label io.ralbuild.bundle", place=str(path), hint="is it an image of ralbuild?"
+        )
+    return labels
+
+
+def _count(value: int, name: str, least: int) -> int:
+    if not least <= value <= 86400:
+        raise UsageError(f"needs {least} to 86400, found {value}", place=name)
+    return value
+
+
+def _deliver(files: list[RenderedFile], out: Path, main: str) -> int:
+    """Write all files into a new folder, or none."""
+    import shutil
+    import tempfile
+
+    if out.exists():
+        raise UsageError("is there already", place=str(out), hint="name a new folder, or remove it")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            for file in files:
+                path = partial / file.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(file.data)
+            partial.chmod(0o755)
+            partial.rename(out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise HostError(f"cannot be written: {error.strerror}", place=str(out)) from None
+    print(out / main)
     return 0

@@ -181,34 +181,9 @@ class _Loader:
         )
 
     def _validate(self, kind: type[M], value: Any, at: KeyPath) -> M | None:
-        """Check ``value`` (which stands at the path ``at``) against ``kind``; problems are collected."""
-        try:
-            return kind.model_validate(value)
-        except ValidationError as error:
-            for item in error.errors(include_url=False):
-                self.problems.append(self._problem(kind, item, at))
-            return None
-
-    def _problem(self, kind: type[BaseModel], item: ErrorDetails, at: KeyPath) -> Problem:
-        loc = tuple(part for part in item["loc"] if part != "[key]")
-        path = at + loc
-        about_key = item["type"] == "extra_forbidden" or item["loc"][-1:] == ("[key]",)
-        place = self.document.place(path, key=about_key)
-        if item["type"] == "extra_forbidden":
-            return self._unknown_key(kind, loc, place)
-        if item["type"] == "missing":
-            return Problem(f"{_dotted(path[:-1]) or 'the file'} lacks the key {path[-1]!r}", place)
-        name = _dotted(path) or "the file"
-        return Problem(f"{name}: {_wording(item)}", place, _quoting_hint(item))
-
-    def _unknown_key(self, kind: type[BaseModel], loc: KeyPath, place: str) -> Problem:
-        key = str(loc[-1])
-        if key in LISTENING_KEYS:
-            return Problem(f"{key!r} has no place here: {LISTENING_REASON}", place, f"remove {key!r}")
-        names = _field_names(kind, loc[:-1])
-        return Problem(
-            f"unknown key {key!r}{_did_you_mean(key, names)}", place, f"keys here: {', '.join(names)}"
-        )
+        found, problems = check(kind, value, self.document, at)
+        self.problems += problems
+        return found
 
     def _resolve_actions(self, parts: _Parts) -> dict[str, Action]:
         known = {**BUILT_IN_ACTIONS, **parts.actions}
@@ -280,6 +255,35 @@ class _Loader:
         if what == "output transformer":
             hint += f"; or define {name}_kernel in transformers/{name}.py beside the config"
         self.problems.append(Problem(message, self.document.place((*at, "name")), hint))
+
+
+def check(kind: type[M], value: Any, document: Document, at: KeyPath = ()) -> tuple[M | None, list[Problem]]:
+    """Check ``value``, which stands at the path ``at`` of ``document``, against ``kind``."""
+    try:
+        return kind.model_validate(value), []
+    except ValidationError as error:
+        return None, [_problem(kind, item, document, at) for item in error.errors(include_url=False)]
+
+
+def _problem(kind: type[BaseModel], item: ErrorDetails, document: Document, at: KeyPath) -> Problem:
+    loc = tuple(part for part in item["loc"] if part != "[key]")
+    path = at + loc
+    about_key = item["type"] == "extra_forbidden" or item["loc"][-1:] == ("[key]",)
+    place = document.place(path, key=about_key)
+    if item["type"] == "extra_forbidden":
+        return _unknown_key(kind, loc, place)
+    if item["type"] == "missing":
+        return Problem(f"{_dotted(path[:-1]) or 'the file'} lacks the key {path[-1]!r}", place)
+    name = _dotted(path) or "the file"
+    return Problem(f"{name}: {_wording(item)}", place, _quoting_hint(item))
+
+
+def _unknown_key(kind: type[BaseModel], loc: KeyPath, place: str) -> Problem:
+    key = str(loc[-1])
+    if key in LISTENING_KEYS:
+        return Problem(f"{key!r} has no place here: {LISTENING_REASON}", place, f"remove {key!r}")
+    names = _field_names(kind, loc[:-1])
+    return Problem(f"unknown key {key!r}{_did_you_mean(key, names)}", place, f"keys here: {', '.join(names)}")
 
 
 def _dotted(path: KeyPath) -> str:

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Blue-green releases on a Docker host, and the probes that gate them."""

@@ -1,0 +1,260 @@
+"""`ralbuild release`: init, up, rollback, resume, undo, status and proxy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ralbuild.cli.options import add_report_options, chosen_report
+from ralbuild.errors import UsageError
+
+if TYPE_CHECKING:
+    from ralbuild.release.journal import Plan
+    from ralbuild.release.planning import Wishes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    verbs = parser.add_subparsers(title="commands", dest="what", metavar="COMMAND", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "--site", type=Path, default=Path("ral-release"), metavar="DIR", help="folder of this host's release"
+    )
+    shared.add_argument("--json", action="store_true", help="print JSON")
+    add_report_options(shared)
+    init = verbs.add_parser("init", parents=[shared], help="write the proxy's configuration and start it")
+    init.add_argument("--listen", default="127.0.0.1:8000", help="what clients use; default: 127.0.0.1:8000")
+    init.add_argument(
+        "--ports", default="18001,18002", metavar="BLUE,GREEN", help="loopback ports of the colours"
+    )
+    init.add_argument("--proxy", choices=("haproxy", "nginx"), default="haproxy")
+    init.add_argument(
+        "--drain", type=int, default=300, metavar="SECONDS", help="for running requests; default: 300"
+    )
+    init.add_argument(
+        "--park", type=int, default=300, metavar="SECONDS", help="most a request waits in place"
+    )
+    init.add_argument("--watch", type=int, default=30, metavar="SECONDS", help="after a switch; default: 30")
+    init.add_argument(
+        "--on-crash", choices=("old", "503"), default="old", help="who answers for a dead colour"
+    )
+    init.add_argument("--no-start", action="store_true", help="only write and check the configuration")
+    for name, text in (("up", "release an image"), ("rollback", "serve the image before")):
+        verb = verbs.add_parser(name, parents=[shared], help=text)
+        if name == "up":
+            verb.add_argument(
+                "image", metavar="IMAGE", help="oci:DIR, archive:FILE, docker:NAME, NAME@sha256:..."
+            )
+            verb.add_argument("--tag", default="", help="which image of a layout or archive")
+        verb.add_argument("--mode", choices=("auto", "blue-green", "in-place"), default="auto")
+        verb.add_argument(
+            "--probes", type=Path, metavar="FILE", help="golden prompts and guardrails of the gate"
+        )
+        verb.add_argument("--keep-warm", action="store_true", help="leave the old container running")
+        verb.add_argument(
+            "--ready-timeout", type=int, default=0, metavar="SECONDS", help="default: by the image's size"
+        )
+        verb.add_argument(
+            "--dry-run", action="store_true", help="print the plan and check the proxy; change nothing"
+        )
+    verbs.add_parser("resume", parents=[shared], help="go on with a release that was interrupted")
+    verbs.add_parser("undo", parents=[shared], help="go back from a release that was interrupted")
+    verbs.add_parser("status", parents=[shared], help="show what serves")
+    proxy = verbs.add_parser("proxy", parents=[shared], help="start or stop the proxy")
+    proxy.add_argument("do", choices=("start", "stop"))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one of the commands."""
+    commands = {"init": _init, "status": _status, "proxy": _proxy}
+    if options.what in commands:
+        return commands[options.what](options)
+    try:
+        return _release(options)
+    except KeyboardInterrupt:
+        print("`ralbuild release resume` goes on with it, `ralbuild release undo` goes back", file=sys.stderr)
+        raise
+
+
+def _init(options: argparse.Namespace) -> int:
+    from ralbuild.release.proxy import proxy_of
+    from ralbuild.release.site import Site, default_settings
+
+    blue, green = _ports(options.ports)
+    settings = default_settings(
+        proxy=options.proxy,
+        listen=_listen(options.listen),
+        blue=blue,
+        green=green,
+        drain_seconds=_seconds(options.drain, "--drain"),
+        park_seconds=_seconds(options.park, "--park"),
+        watch_seconds=_seconds(options.watch, "--watch"),
+        on_crash=options.on_crash,
+    )
+    site = Site.create(options.site, settings)
+    with site.locked():
+        proxy = proxy_of(site)
+        proxy.write_files()
+        proxy.check()
+        if not options.no_start:
+            proxy.start()
+    print(json.dumps({"site": str(site.folder)}) if options.json else site.folder)
+    return 0
+
+
+def _release(options: argparse.Namespace) -> int:
+    from ralbuild.release.containers import DockerHost
+    from ralbuild.release.journal import Journal
+    from ralbuild.release.machine import Release
+    from ralbuild.release.planning import plan_rollback, plan_up
+    from ralbuild.release.proxy import proxy_of
+    from ralbuild.release.site import Site
+    from ralbuild.release.source import fetch, parse_source
+
+    site = Site.open(options.site)
+    report = chosen_report(options)
+    with site.locked():
+        proxy = proxy_of(site)
+        if options.what in ("resume", "undo"):
+            journal = Journal.read(site.folder)
+            if journal is None:
+                raise UsageError("no release was interrupted here", place=str(site.folder))
+        else:
+            source = parse_source(options.image, options.tag) if options.what == "up" else None
+            host = DockerHost()
+            if source is not None:
+                with report.stage("load") as stage:
+                    found = fetch(source, host)
+                    stage.summary = f"{source.reference}, {found.image[:19]}"
+                plan = plan_up(site, host, proxy, source.reference, found, _wishes(options))
+            else:
+                plan = plan_rollback(site, host, proxy, _wishes(options))
+            if options.dry_run:
+                proxy.check()
+                return _show_plan(plan, as_json=options.json)
+            journal = Journal.begin(site.folder, plan)
+        proxy.start()
+        release = Release(site, journal, DockerHost(), proxy, report)
+        if options.what == "undo":
+            serving = release.undo()
+        else:
+            release.run()
+            serving = journal.plan.colour
+    print(json.dumps({"serving": serving}) if options.json else f"{serving} serves")
+    return 0
+
+
+def _wishes(options: argparse.Namespace) -> Wishes:
+    from ralbuild.release.planning import Wishes
+
+    return Wishes(options.mode, options.probes, options.keep_warm, options.ready_timeout)
+
+
+def _show_plan(plan: Plan, *, as_json: bool) -> int:
+    from ralbuild.contract.codec import to_plain
+    from ralbuild.release.machine import BLUE_GREEN, IN_PLACE
+
+    steps = BLUE_GREEN if plan.mode == "blue-green" else IN_PLACE
+    if as_json:
+        print(json.dumps(to_plain(plan) | {"steps": list(steps)}, indent=2))
+        return 0
+    print(f"{plan.action} {plan.new.reference}: {plan.old or 'nothing'} -> {plan.colour}, {plan.mode}")
+    print(f"  image      {plan.new.image}")
+    print(f"  container  {plan.new.container}, about {plan.new.needs >> 20} MiB")
+    print(f"  ready      within {plan.ready_seconds} s")
+    print(f"  steps      {', '.join(steps)}")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from ralbuild.release.containers import DockerHost
+    from ralbuild.release.journal import Journal
+    from ralbuild.release.proxy import proxy_of
+    from ralbuild.release.service_client import ServiceClient
+    from ralbuild.release.site import COLOURS, Site
+
+    site = Site.open(options.site)
+    proxy, host, state = proxy_of(site), DockerHost(), site.state
+    journal = Journal.read(site.folder)
+    rows: list[dict[str, Any]] = []
+    for colour in COLOURS:
+        deployed = state.colours.get(colour)
+        if deployed is None:
+            continue
+        client = ServiceClient("127.0.0.1", site.settings.port(colour), timeout=5)
+        status = host.status(deployed.container)[0]
+        rows.append(
+            {
+                "colour": colour,
+                "active": colour == state.active,
+                "container": deployed.container,
+                "status": status,
+                "ready": status == "running" and client.ready()[0],
+                "image": deployed.image,
+                "reference": deployed.reference,
+                "in_flight": client.in_flight() if status == "running" else 0,
+            }
+        )
+    answer = {
+        "active": state.active,
+        "proxy": {"kind": site.settings.proxy, "running": proxy.running(), "sends_to": proxy.active()},
+        "listen": site.settings.listen,
+        "interrupted": journal.done if journal else None,
+        "colours": rows,
+    }
+    print(json.dumps(answer, indent=2) if options.json else _table(answer))
+    return 0
+
+
+def _table(answer: dict[str, Any]) -> str:
+    proxy = answer["proxy"]
+    state = "running" if proxy["running"] else "not running"
+    lines = [f"{answer['listen']}  {proxy['kind']} {state}, sends to {proxy['sends_to'] or 'nothing'}"]
+    for row in answer["colours"]:
+        mark = "*" if row["active"] else " "
+        ready = "ready" if row["ready"] else row["status"]
+        lines.append(f"{mark} {row['colour']:<5}  {ready:<8} {row['image'][7:19]}  {row['reference']}")
+    if not answer["colours"]:
+        lines.append("  nothing was released yet: ralbuild release up IMAGE")
+    if answer["interrupted"] is not None:
+        last = answer["interrupted"][-1] if answer["interrupted"] else "its plan"
+        lines.append(f"  a release was interrupted after {last}: ralbuild release resume, or undo")
+    return "\n".join(lines)
+
+
+def _proxy(options: argparse.Namespace) -> int:
+    from ralbuild.release.proxy import proxy_of
+    from ralbuild.release.site import Site
+
+    site = Site.open(options.site)
+    with site.locked():
+        proxy = proxy_of(site)
+        proxy.start() if options.do == "start" else proxy.stop()
+    return 0
+
+
+def _ports(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) == 2 and all(
+        part.isascii() and part.isdecimal() and 0 < int(part) < 65536 for part in parts
+    ):
+        blue, green = int(parts[0]), int(parts[1])
+        if blue != green:
+            return blue, green
+    raise UsageError(f"needs two different ports such as 18001,18002, found {text!r}", place="--ports")
+
+
+def _listen(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"needs ADDRESS:PORT, found {text!r}", place="--listen")
+    return text
+
+
+def _seconds(value: int, name: str) -> int:
+    if not 0 <= value <= 86400:
+        raise UsageError(f"needs 0 to 86400 seconds, found {value}", place=name)
+    return value

@@ -1,0 +1,106 @@
+"""Where a release's image comes from, and getting it into the engine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ralbuild.errors import ImageError, UsageError
+from ralbuild.image.archive import archive_pieces
+from ralbuild.image.layers import recipe_chunks
+from ralbuild.image.reader import open_image
+from ralbuild.image.stored import stored_image
+from ralbuild.release.containers import ContainerHost
+
+FORMS = "oci:DIR, archive:FILE, docker:NAME or REGISTRY/NAME@sha256:DIGEST"
+_CHUNK = 1 << 20
+_BY_DIGEST = re.compile(r"[a-z0-9][a-z0-9._/:-]*@sha256:[0-9a-f]{64}\Z")
+_NEEDED = ("io.ralbuild.bundle", "io.ralbuild.target", "io.ralbuild.model", "io.ralbuild.weights.memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An image to release.
+
+    Attributes:
+        reference: as the user wrote it.
+        kind: ``oci``, ``archive``, ``docker`` or ``registry``.
+        place: folder, file or name.
+        name: which image of a layout or archive; may be empty.
+    """
+
+    reference: str
+    kind: str
+    place: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An image that the engine has, with its labels."""
+
+    image: str
+    labels: dict[str, str]
+
+
+def parse_source(text: str, name: str) -> Source:
+    """Return the source that ``text`` names (`FORMS`).
+
+    Raises:
+        UsageError: when it is none of them; a registry needs a digest.
+    """
+    scheme, colon, rest = text.partition(":")
+    if colon and rest and scheme in ("oci", "archive", "docker"):
+        return Source(text, scheme, rest, name)
+    if _BY_DIGEST.match(text):
+        return Source(text, "registry", text)
+    if "/" in text and "@" not in text:
+        hint = "a tag may name another image tomorrow: give NAME@sha256:DIGEST"
+        raise UsageError(f"{text!r} has no digest", place="IMAGE", hint=hint)
+    raise UsageError(f"needs {FORMS}, found {text!r}", place="IMAGE")
+
+
+def fetch(source: Source, host: ContainerHost) -> Found:
+    """Put the image into the engine, unless it is there, and check that it is one of ours.
+
+    Raises:
+        ImageError: when it is not there, is not ours, or the engine has other content under its id.
+    """
+    if source.kind in ("oci", "archive"):
+        with open_image(Path(source.place), source.name) as image:
+            wanted = image.config_digest
+        if host.find(wanted) is None:
+            _expect(host.load(_chunks(source)), wanted, source)
+    elif source.kind == "registry":
+        wanted = host.pull(source.place)
+    else:
+        wanted = source.place
+    labels = host.find(wanted)
+    if labels is None:
+        hint = "`docker images` lists what is there"
+        raise ImageError("the engine has no such image", place=source.reference, hint=hint)
+    lacking = [name for name in _NEEDED if name not in labels]
+    if lacking:
+        hint = "release images that `ralbuild image` made"
+        raise ImageError(f"lacks the label {lacking[0]}", place=source.reference, hint=hint)
+    return Found(wanted, labels)
+
+
+def _expect(loaded: str, wanted: str, source: Source) -> None:
+    if loaded != wanted:
+        raise ImageError(f"the engine made {loaded} of it, needs {wanted}", place=source.reference)
+
+
+def _chunks(source: Source) -> Iterator[bytes]:
+    if source.kind == "archive":
+        with open(source.place, "rb") as file:  # noqa: PTH123
+            while data := file.read(_CHUNK):
+                yield data
+        return
+    image = stored_image(Path(os.path.realpath(source.place)), source.name)
+    for recipe, _ in archive_pieces(image, ""):
+        for chunk in recipe_chunks(recipe):
+            yield bytes(chunk)
