@@ -31,7 +31,7 @@ from model_factory import (
 )
 
 from ralbuild.digests import DigestCache
-from ralbuild.weights import template
+from ralbuild.weights import child
 from ralbuild.weights.rules import RULES
 from ralbuild.weights.scan import Verdict, verify_folder
 
@@ -46,10 +46,10 @@ EMBEDDING, DOWN, QUERY = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_worker_a_template() -> Iterator[None]:
-    """Most cases have the same template: start its worker once."""
+def one_worker_a_request() -> Iterator[None]:
+    """Most cases have the same template and tokenizer: start their workers once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template, "_run_worker", functools.cache(template._run_worker))
+        patch.setattr(child, "run_limited", functools.cache(child.run_limited))
         yield
 
 
@@ -427,13 +427,17 @@ CODE: list[tuple[str, str | None, Change]] = [
     ("experts from a repository", "W702", config(experts_implementation="org/kernel:fn")),
     ("a Python file", "W701", write("modeling_llama.py", "boom")),
     ("a compiled library", "W701", write("kernel.so", b"\x7fELF")),
-    ("GPTQ", "W703", config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})),
-    ("AWQ", "W703", config(quantization_config={"quant_method": "awq", "bits": 4})),
-    ("FP8", "W703", config(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})),
+    ("GPTQ in the config, but plain weights", "W708", config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})),
+    ("AWQ in the config, but plain weights", "W708", config(quantization_config={"quant_method": "awq", "bits": 4})),
+    ("FP8 in the config, but plain weights", "W708", config(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})),
     ("compressed-tensors", "W703", config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})),
     ("bitsandbytes", "W703", config(quantization_config={"quant_method": "bitsandbytes"})),
-    ("an old GPTQ file", "W703", write("quantize_config.json", '{"bits": 4}')),
-    ("ModelOpt", "W703", write("hf_quant_config.json", "{}")),
+    ("an old GPTQ file beside plain weights", "W708", write("quantize_config.json", '{"bits": 4}')),
+    ("MXFP4", "W703", config(quantization_config={"quant_method": "mxfp4"})),
+    ("GPTQ of five bits", "W703", config(quantization_config={"quant_method": "gptq", "bits": 5})),
+    ("AWQ of another version", "W703", config(quantization_config={"quant_method": "awq", "bits": 4, "version": "gemv"})),
+    ("a quantisation that is no object", "W703", config(quantization_config="4bit")),
+    ("ModelOpt", write("hf_quant_config.json", "{}")),
     ("packed weights that the config hides", "W703", tensors(lambda t: t.update({"model.layers.0.mlp.down_proj.qweight": ("I32", [2, 2], bytes(16))}))),
     ("eight-bit weights without a scale", "W705", tensors(lambda t: t.update({DOWN: ("F8_E4M3", t[DOWN][1], bytes(range(64)) * 8)}))),
     ("an adapter", "W704", write("adapter_config.json", '{"base_model_name_or_path": "x", "r": 8}')),

@@ -14,7 +14,7 @@ import pytest
 from model_factory import TEMPLATE, VOCAB, tokenizer_json
 
 from ralbuild.digests import DigestCache
-from ralbuild.weights import template
+from ralbuild.weights import child
 from ralbuild.weights.families import evaluate, families
 from ralbuild.weights.scan import Verdict, verify_folder
 
@@ -83,10 +83,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_worker_a_template() -> Iterator[None]:
-    """All folders have the same template: start its worker once."""
+def one_worker_a_request() -> Iterator[None]:
+    """All folders have the same template and tokenizer: start their workers once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template, "_run_worker", functools.cache(template._run_worker))
+        patch.setattr(child, "run_limited", functools.cache(child.run_limited))
         yield
 
 
