@@ -437,7 +437,7 @@ CODE: list[tuple[str, str | None, Change]] = [
     ("GPTQ of five bits", "W703", config(quantization_config={"quant_method": "gptq", "bits": 5})),
     ("AWQ of another version", "W703", config(quantization_config={"quant_method": "awq", "bits": 4, "version": "gemv"})),
     ("a quantisation that is no object", "W703", config(quantization_config="4bit")),
-    ("ModelOpt", write("hf_quant_config.json", "{}")),
+    ("ModelOpt", "W703", write("hf_quant_config.json", "{}")),
     ("packed weights that the config hides", "W703", tensors(lambda t: t.update({"model.layers.0.mlp.down_proj.qweight": ("I32", [2, 2], bytes(16))}))),
     ("eight-bit weights without a scale", "W705", tensors(lambda t: t.update({DOWN: ("F8_E4M3", t[DOWN][1], bytes(range(64)) * 8)}))),
     ("an adapter", "W704", write("adapter_config.json", '{"base_model_name_or_path": "x", "r": 8}')),
