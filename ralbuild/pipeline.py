@@ -38,6 +38,7 @@ from ralbuild.pins import load_pins
 from ralbuild.report import Report, format_bytes
 from ralbuild.signing import PublicKey, load_public_key
 from ralbuild.weights.findings import FoundError
+from ralbuild.weights.output import summary
 from ralbuild.weights.scan import Order, ScannedModel, verify_folder
 from ralbuild.weights.scan import Verdict as FolderVerdict
 
@@ -170,7 +171,7 @@ def check_model(folder: Path, report: Report, checks: Checks, *, fail_fast: bool
         verdict = verify_folder(folder, default_cache(), LAYER_MTIME, progress, order)
         model = verdict.model
         if model is None:
-            stage.summary = f"{len(verdict.findings)} findings"
+            stage.summary = summary(verdict)
             return verdict
         known = all(shard.digests.cached for shard in model.shards)
         how = (

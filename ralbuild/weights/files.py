@@ -66,9 +66,14 @@ def open_folder(path: Path, findings: Findings) -> Folder:
     Raises:
         WeightsError: when there is no such folder at all.
     """
-    if not path.exists():
-        raise WeightsError("no such folder", place=str(path), hint="give the model's folder with --model")
-    if not path.is_dir():
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        what = (
+            "no such folder" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        )
+        raise WeightsError(what, place=str(path), hint="give the model's folder with --model") from None
+    if not stat.S_ISDIR(mode):
         gguf = path.suffix == ".gguf"
         hint = "convert it: ralbuild import --gguf FILE --out DIR" if gguf else "give the folder around it"
         raise WeightsError("needs a folder, found a file", place=str(path), hint=hint)

@@ -16,6 +16,7 @@ MOST_IN_MEMBER = 8 << 20
 """Characters of one member: metadata is the only long one."""
 MOST_PARTS = 600_000
 """Objects, lists and commas of one member: what parsing it may cost."""
+_AFTER = frozenset(",} \t\n\r")
 _BLANKS = re.compile(r"[ \t\n\r]*").match
 
 
@@ -98,8 +99,8 @@ class Members:
                 if len(self._text) - self._at > 2 * CHUNK:
                     self._check_parts()
                 value, end = decode(self._text, self._at)
-                if end < len(self._text) or self._ended:  # a number may go on behind the window
-                    break
+                if self._ended or isinstance(value, str | dict | list) or self._text[end : end + 1] in _AFTER:
+                    break  # anything else, such as a number, may go on behind the window
                 fault = "not JSON"
             except json.JSONDecodeError as error:
                 fault = f"not JSON: {error.msg} at character {self._passed + error.pos}"

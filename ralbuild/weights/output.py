@@ -40,7 +40,9 @@ def footer(verdict: Verdict) -> str:
             f"  sha256:{entry.sha256}  {entry.size:>14,}  {entry.path}"
             for entry in (*manifest.weights, *manifest.files)
         ]
-        lines.append(f"  sha256:{manifest.root_sha256}  all of them, as OpenSSF model signing counts")
+        lines.append(
+            f"  sha256:{manifest.root_sha256}                  root of these files (OpenSSF model signing)"
+        )
     return "\n".join([*lines, summary(verdict)])
 
 
