@@ -23,6 +23,8 @@ from model_factory import edit_json, edit_tensors, read_tensors, write_model
 from ralbuild.cli.main import main
 from ralbuild.weights.rules import FAMILIES, RULES, reference
 
+pytestmark = pytest.mark.usefixtures("one_worker_a_request")
+
 ROOT = Path(__file__).parent.parent
 
 SARIF = {  # the part of the SARIF 2.1.0 schema that our log uses, by its text

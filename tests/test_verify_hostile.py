@@ -10,7 +10,7 @@ import shutil
 import struct
 import tempfile
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,10 @@ from ralbuild.weights.members import Members
 from ralbuild.weights.safetensors import MAX_TENSORS, parse_header
 from ralbuild.weights.scan import Order, Verdict, verify_folder
 
+pytestmark = pytest.mark.usefixtures("one_worker_a_request")
+
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MB = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_worker_a_request() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "run_limited", functools.cache(child.run_limited))
-        yield
 
 
 @pytest.fixture

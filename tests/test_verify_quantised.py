@@ -6,8 +6,7 @@ descriptions (eight 4-bit numbers in a word of 32 bits, four of 8 bits), not fro
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import pytest
 from model_factory import edit_json, edit_tensors, read_tensors, write_model
 
 from ralbuild.digests import DigestCache
-from ralbuild.weights import child
 from ralbuild.weights.scan import Verdict, verify_folder
+
+pytestmark = pytest.mark.usefixtures("one_worker_a_request")
 
 WIDTH = {"I32": 4, "F16": 2, "F32": 4, "I64": 8, "I8": 1, "F8_E4M3": 1, "BF16": 2}
 Parts = dict[str, tuple[str, list[int]]]
@@ -138,13 +138,6 @@ def quantise(folder: Path, said: dict[str, Any], parts: Callable[[str], Parts]) 
 
     edit_tensors(folder / "model.safetensors", change)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_worker_a_request() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "run_limited", functools.cache(child.run_limited))
-        yield
 
 
 def verify(folder: Path) -> Verdict:

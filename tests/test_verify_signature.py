@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,9 @@ from ralbuild.digests import DigestCache
 from ralbuild.errors import UsageError
 from ralbuild.signing import load_public_key, pae
 from ralbuild.signing import verify as verify_bytes
-from ralbuild.weights import child
 from ralbuild.weights.scan import Order, Verdict, verify_folder
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_worker_a_request() -> Iterator[None]:
-    """All folders have the same template and tokenizer: start their workers once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "run_limited", functools.cache(child.run_limited))
-        yield
+pytestmark = pytest.mark.usefixtures("one_worker_a_request")
 
 
 def write_key(folder: Path, name: str, key: Any) -> Path:

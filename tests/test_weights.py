@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import json
@@ -11,7 +10,6 @@ import struct
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,11 +21,12 @@ from tokenizers import Tokenizer
 
 from ralbuild.digests import DigestCache
 from ralbuild.errors import WeightsError
-from ralbuild.weights import child
 from ralbuild.weights.findings import Findings, FoundError
 from ralbuild.weights.safetensors import DTYPE_BITS, Header, parse_header, read_header
 from ralbuild.weights.scan import Order, ScannedModel, Verdict, verify_folder
 from ralbuild.weights.tokenizer import PROBE, read_vocabulary
+
+pytestmark = pytest.mark.usefixtures("one_worker_a_request")
 
 
 def scan(folder: Path, cache: DigestCache | None = None) -> ScannedModel:
@@ -84,7 +83,7 @@ def test_a_header_of_220_000_tensors_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("filler", [b"0", b"{}", b"[]", b'""'])
 def test_a_header_stuffed_with_values_is_refused_before_it_costs_memory(filler: bytes) -> None:
-    text = b'{"a":[' + (filler + b",") * 20_000_000 + b"0]}"
+    text = b'{"a":[' + (filler + b",") * 6_000_000 + b"0]}"
     file, findings = io.BytesIO(struct.pack("<Q", len(text)) + text), Findings()
     tracemalloc.start()
     try:
@@ -251,7 +250,5 @@ def test_no_value_in_any_json_file_gives_a_traceback(data: st.DataObject, fuzzed
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "run_limited", functools.cache(child.run_limited))
-        yield write_model(tmp_path_factory.mktemp("fuzz") / "model", shards=2)
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("fuzz") / "model", shards=2)

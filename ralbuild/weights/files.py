@@ -28,7 +28,7 @@ SIZE_CAPS = {
 }
 DEFAULT_CAP = 1 << 20
 _COST, _COSTS = 180 << 20, {"tokenizer.json": 1 << 30}
-"""Memory that parsing a file may take; a vocabulary of 250,000 words takes some 300 MB."""
+"""Memory that parsing a file may take; a vocabulary of 260,000 words takes some 370 MB."""
 MOST_ENTRIES = 10_000
 _WIDE = re.compile(rb"[\xf0-\xf4]")
 """Begins a character beyond 16 bits, which makes Python keep all of a text in 32."""

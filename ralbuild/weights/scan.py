@@ -241,7 +241,7 @@ class _Check:
 
     def read_tokenizer(self) -> tuple[Vocabulary | None, Template | None]:
         """Read tokenizer and template, and check the special tokens."""
-        data = self.configs.get("tokenizer.json")
+        data = self.configs.pop("tokenizer.json", None)  # the largest of them, and not needed again
         vocabulary = None
         if data is not None:
             vocabulary = read_vocabulary(data, self.small["tokenizer.json"], self.findings)
