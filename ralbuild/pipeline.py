@@ -23,7 +23,7 @@ from ralbuild.config.model import ARCHITECTURES
 from ralbuild.contract import bundle as contract
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
 from ralbuild.contract.families import SERVED_FAMILIES
-from ralbuild.digests import default_cache
+from ralbuild.digests import default_cache, open_regular
 from ralbuild.errors import CacheError, CompileError, ConfigError, UsageError, WeightsError
 from ralbuild.fold.folding import Folded, fold
 from ralbuild.fold.plan_text import overlap_lines, plan_text
@@ -38,8 +38,10 @@ from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
 from ralbuild.report import Report, format_bytes
+from ralbuild.signing import PublicKey, load_public_key
 from ralbuild.weights.findings import FoundError
-from ralbuild.weights.scan import ScannedModel, verify_folder
+from ralbuild.weights.output import summary
+from ralbuild.weights.scan import Order, ScannedModel, verify_folder
 from ralbuild.weights.scan import Verdict as FolderVerdict
 from ralbuild.weights.tokenizer import text_encoder
 
@@ -52,6 +54,23 @@ LAYER_MTIME = 0
 
 
 @dataclass(frozen=True, slots=True)
+class Checks:
+    """How strictly a model folder, and a user's kernels, are checked.
+
+    Attributes:
+        rehash: read every weight byte, whatever the cache knows.
+        strict: a warning is an error.
+        ignored: ids of findings that do not count.
+        signature_key: PEM file of the publisher's key; None leaves a signature unchecked.
+    """
+
+    rehash: bool = False
+    strict: bool = False
+    ignored: frozenset[str] = frozenset()
+    signature_key: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BuildRequest:
     """What one build is asked for.
 
@@ -61,9 +80,8 @@ class BuildRequest:
         archs: GPU architectures instead of the config's; None keeps the config's.
         cache_dir: `.ral_cache`.
         base: an OCI layout to build on; None takes the embedded base.
-        rehash: read every weight byte again.
+        checks: how strictly the model is checked.
         check_repro: compile every kernel twice and compare.
-        strict: a warning of the kernel lint fails the build.
     """
 
     model: Path
@@ -72,9 +90,8 @@ class BuildRequest:
     archs: tuple[str, ...] | None = None
     cache_dir: Path = Path(".ral_cache")
     base: Path | None = None
-    rehash: bool = False
+    checks: Checks = Checks()
     check_repro: bool = False
-    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +142,18 @@ def plan_only(request: BuildRequest, report: Report) -> tuple[Compiled, Image]:
     return compiled, image
 
 
-def verify_model(folder: Path, report: Report, *, rehash: bool = False) -> ScannedModel:
+def verify_model(folder: Path, report: Report, checks: Checks) -> ScannedModel:
     """Check and hash a model folder.
 
     Raises:
-        FoundError: with every finding, when there is an error. Weights are not read once one is known.
+        FoundError: with every finding, when there is one that keeps it from being an image. Weights are
+            not read once one is known.
     """
-    verdict = check_model(folder, report, rehash=rehash, fail_fast=True)
-    if verdict.failed or verdict.model is None:
-        raise FoundError(verdict.findings)
+    verdict = check_model(folder, report, checks, fail_fast=True)
+    if not verdict.passed(strict=checks.strict):
+        raise FoundError(verdict.findings, strict=checks.strict)
+    if verdict.model is None:  # what was ignored leaves nothing to build from
+        raise FoundError(verdict.ignored)
     for finding in verdict.findings:
         if finding.severity == "warning":
             report.note(str(finding.problem()))
@@ -142,23 +162,21 @@ def verify_model(folder: Path, report: Report, *, rehash: bool = False) -> Scann
     return verdict.model
 
 
-def check_model(
-    folder: Path, report: Report, *, rehash: bool = False, fail_fast: bool = False
-) -> FolderVerdict:
+def check_model(folder: Path, report: Report, checks: Checks, *, fail_fast: bool = False) -> FolderVerdict:
     """Run every check of a model folder; ``fail_fast`` stops before weights are read for nothing."""
+    order = Order(
+        rehash=checks.rehash,
+        jobs=len(os.sched_getaffinity(0)),
+        fail_fast=fail_fast,
+        ignored=checks.ignored,
+        key=_signature_key(checks.signature_key),
+    )
     with report.stage("verify") as stage:
-        verdict = verify_folder(
-            folder,
-            default_cache(),
-            LAYER_MTIME,
-            partial(report.progress, unit="B"),
-            rehash=rehash,
-            jobs=len(os.sched_getaffinity(0)),
-            fail_fast=fail_fast,
-        )
+        progress = partial(report.progress, unit="B")
+        verdict = verify_folder(folder, default_cache(), LAYER_MTIME, progress, order)
         model = verdict.model
         if model is None:
-            stage.summary = f"{len(verdict.findings)} findings"
+            stage.summary = summary(verdict)
             return verdict
         known = all(shard.digests.cached for shard in model.shards)
         how = (
@@ -168,6 +186,16 @@ def check_model(
         )
         stage.summary = f"{model.manifest.model_type}, {model.manifest.tensors} tensors, {how}"
     return verdict
+
+
+def _signature_key(path: Path | None) -> PublicKey | None:
+    if path is None:
+        return None
+    try:
+        with open_regular(path) as file:
+            return load_public_key(file.read(1 << 20), str(path))
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", place=str(path)) from None
 
 
 def check_config(path: Path, model: ScannedModel | None = None) -> LoadedConfig:
@@ -187,7 +215,7 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
     loaded = load_config(request.config)
     _refuse_user_kernels(loaded, request.target)
     cache = Cache(request.cache_dir, report)
-    model = verify_model(request.model, report, rehash=request.rehash)
+    model = verify_model(request.model, report, request.checks)
     engine = _engine(loaded, model, request.target)
     with report.stage("fold") as stage:
         folded = fold(loaded, model.vocabulary.tokens)
@@ -200,7 +228,7 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
     with report.stage("compile") as stage:
         archs = request.archs if request.archs is not None else tuple(loaded.config.build.targets)
         users = _user_steps(loaded, model, engine.max_seq_len)
-        _lint(users, report, strict=request.strict)
+        _lint(users, report, strict=request.checks.strict)
         specs = (*builtin_specs(), *(step.spec for step in users))
         kernels = _with_data(_compile(request, specs, archs, cache, report), users, cache)
         stage.summary = _kernel_summary(kernels)
@@ -308,6 +336,12 @@ def _refuse_user_kernels(loaded: LoadedConfig, target: Target) -> None:
 def _engine(loaded: LoadedConfig, model: ScannedModel, target: Target) -> contract.Engine:
     config = loaded.config
     family = model.manifest.model_type
+    if model.quantised:
+        raise WeightsError(
+            f"the engine serves unquantised weights only; these are {model.quantised}",
+            place="config.json",
+            hint="use the unquantised weights",
+        )
     if target == "cpu" and family not in SERVED_FAMILIES:
         raise WeightsError(
             f"the engine does not serve model_type {family!r}: an image of it could not start",

@@ -1,6 +1,7 @@
 """Progress and messages, on standard error: rich on a terminal, plain lines in CI, JSON on request.
 
-Standard output is never touched here: it carries data only. Only this module imports rich.
+Standard output carries data only and is not touched by a report; `print_findings` writes a table of data
+to it, for people at a terminal. Only this module imports rich.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
     from rich.progress import Progress, TaskID
+    from rich.text import Text
+
+    from ralbuild.weights.findings import Finding
 
 LINE_SECONDS = 10.0
 """In a log, a line now and then shows that work goes on."""
@@ -257,3 +264,64 @@ class RichReport(_Base):
             left = (total - done) / task.speed
             amount += f", {format_bytes(task.speed)}/s, {format_seconds(left)} left"
         self._live.update(self._task, completed=done, total=total, amount=amount)
+
+
+WIDE = 100
+"""Columns from which findings are a table; below it they are stacked."""
+_LOOK = {"error": ("bold red", "✗"), "warning": ("yellow", "!"), "info": ("dim", "i")}
+
+
+def print_findings(findings: Sequence[Finding], out: TextIO) -> None:
+    """Print what `ralbuild verify` found to a terminal, worst first: a table when it is wide enough."""
+    from rich.console import Console
+
+    console = Console(file=out, highlight=False, soft_wrap=False)
+    if findings:
+        table = _wide_table(findings) if console.width >= WIDE else _stacked(findings)
+        console.print(table)
+
+
+def _wide_table(findings: Sequence[Finding]) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=True)
+    table.add_column("", width=1)
+    table.add_column("finding", no_wrap=True)
+    table.add_column("where", overflow="fold", ratio=2)
+    table.add_column("what is wrong, and what to do", overflow="fold", ratio=4)
+    for item in findings:
+        style, mark = _LOOK[item.severity]
+        name = Text.assemble((item.rule.id, style), " ", item.rule.name)
+        table.add_row(Text(mark, style), name, Text(_lines(item.file, item.tensor)), _what(item))
+    return table
+
+
+def _stacked(findings: Sequence[Finding]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(overflow="fold")
+    for item in findings:
+        style, mark = _LOOK[item.severity]
+        table.add_row(Text(mark, style), Text.assemble((item.rule.id, style), " ", (item.rule.name, "bold")))
+        place = _lines(item.file, item.tensor)
+        if place:
+            table.add_row("", Text(place))
+        table.add_row("", _what(item))
+    return table
+
+
+def _what(item: Finding) -> Text:
+    """Return the message and, below it, the hint."""
+    from rich.text import Text
+
+    hint = item.hint if item.severity != "info" else ""
+    return Text.assemble(item.message, ("\n" + hint if hint else "", "dim"))
+
+
+def _lines(*parts: str) -> str:
+    return "\n".join(part for part in parts if part)

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ralbuild"
 
 ORDER = [
-    "errors", "report", "contract", "pins", "digests", "config", "weights", "fold", "kernels", "compile", "cache",
-    "simulate", "render", "image", "supply", "release", "debug", "pipeline", "doctor", "cli",
+    "errors", "report", "contract", "pins", "digests", "signing", "config", "weights", "fold", "kernels", "compile",
+    "cache", "simulate", "render", "image", "supply", "release", "debug", "pipeline", "doctor", "cli",
 ]  # fmt: skip
 """A module may import only rooms to its left, and its own. docs/architecture.md draws it."""
 
@@ -27,7 +27,8 @@ DOORS = {
     "jinja2": {"render.py", "runtime/chat.py", "weights/template_worker.py"},
     "rich": {"report.py", "debug/show.py"},
     "triton": {"compile/worker.py", "kernels/transduce.py", "kernels/sample.py"},
-    "tokenizers": {"weights/tokenizer.py", "runtime/tokens.py"},
+    "tokenizers": {"weights/tokenizer_worker.py", "weights/tokenizer.py", "runtime/tokens.py"},
+    "cryptography": {"signing.py"},
     "docker": {"release/containers.py"},
     "httpx": {"debug/proxy.py"},
 }

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_fixtures import Image, Rules, make_image, make_model, token_bytes
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -178,10 +179,18 @@ def test_a_tensor_of_another_shape_is_an_error_that_names_it(llama: Path) -> Non
         _load_with(llama, lambda state: state.update({"model.norm.weight": torch.zeros(3)}))
 
 
-def test_computed_tensors_of_old_files_are_ignored(llama: Path) -> None:
-    _load_with(
-        llama, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)})
-    )
+def test_computed_tensors_of_old_files_are_ignored_whatever_their_type(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "gpt2")
+    path = folder / "model.safetensors"
+    state = {name.removeprefix("transformer."): item for name, item in load_file(path).items()}
+    state["h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+    state["h.1.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    state["h.0.attn.masked_bias"] = torch.tensor(-1e9)
+    save_file(state, path)
+    read = read_weights((path,), torch.float32, lambda _done, _total: None)
+    assert set(read) == set(state) - {"h.0.attn.bias", "h.1.attn.bias", "h.0.attn.masked_bias"}
+    plain = json.loads((folder / "config.json").read_text())
+    fill_model(empty_model(*import_family("gpt2"), plain), read, torch.float32)
 
 
 def _load_with(folder: Path, change: Any) -> None:
@@ -197,15 +206,6 @@ def test_a_tied_head_that_differs_is_refused_and_an_equal_one_is_dropped(tmp_pat
     _load_with(folder, lambda state: state.update({"lm_head.weight": state[embedding].clone()}))
     with pytest.raises(ModelMismatchError, match=r"lm_head\.weight.*differs"):
         _load_with(folder, lambda state: state.update({"lm_head.weight": state[embedding] + 1}))
-
-
-def test_old_gpt2_names_without_prefix_are_read(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", "gpt2")
-    state = read_weights((folder / "model.safetensors",), torch.float32, lambda _done, _total: None)
-    old = {name.removeprefix("transformer."): item for name, item in state.items()}
-    old["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
-    plain = json.loads((folder / "config.json").read_text())
-    fill_model(empty_model(*import_family("gpt2"), plain), old, torch.float32)
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:

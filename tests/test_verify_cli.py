@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import jsonschema
 import pytest
-from model_factory import edit_json, read_tensors, write_model
+from cli_support import MINIMAL, NO_KERNELS, write_fake_base
+from model_factory import edit_json, edit_tensors, read_tensors, write_model
 
 from ralbuild.cli.main import main
 from ralbuild.weights.rules import FAMILIES, RULES, reference
+
+pytestmark = pytest.mark.usefixtures("one_worker_a_request")
 
 ROOT = Path(__file__).parent.parent
 
@@ -194,6 +203,106 @@ def test_every_rule_that_the_code_names_exists_and_the_other_way_round() -> None
     )  # fmt: skip
     named = {word.strip('"') for word in done.stdout.split()}
     assert named == set(RULES)
+
+
+def build(model: Path, *words: object) -> int:
+    """Run `image` up to the point where layers would be written."""
+    base, config = model.parent / "base", model.parent / "ral-config.yaml"
+    if not base.exists():
+        write_fake_base(base)
+        config.write_text(MINIMAL + NO_KERNELS)
+    fixed = [
+        "--config",
+        config,
+        "--cache",
+        model.parent / "cache",
+        "--base",
+        f"oci:{base}",
+        "--dry-run",
+        "--quiet",
+    ]
+    return main(["image", "--model", *map(str, (model, *fixed, *words))])
+
+
+def test_image_ignores_and_is_strict_as_verify_is(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_json(model / "config.json", lambda c: c.update(rms_norm_eps=0.5))
+    assert build(model) == 0
+    assert build(model, "--strict") == 3
+    assert "W321 odd-epsilon" in capsys.readouterr().err
+    assert build(model, "--strict", "--ignore", "odd-epsilon") == 0
+    assert build(model, "--ignore", "W999") == 2
+    (model / "modeling.py").write_text("x")
+    assert build(model) == 3
+    assert build(model, "--ignore", "W701") == 0
+
+
+def test_an_ignored_error_that_leaves_no_model_stops_the_image_all_the_same(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "tokenizer.json").unlink()
+    words = ["--ignore", "no-tokenizer"]
+    assert run(capsys, "--model", model, *words)[0] == 0
+    assert build(model, *words) == 3
+    assert "W204 no-tokenizer" in capsys.readouterr().err
+    edit_json(model / "config.json", lambda c: c.pop("architectures"))
+    assert build(model, *words, "--ignore", "W302") == 3
+
+
+def test_what_is_ignored_is_counted_and_listed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_json(model / "config.json", lambda c: c.update(rms_norm_eps=0.5))
+    _, out, _ = run(capsys, "--model", model, "--ignore", "W321")
+    assert "0 errors, 0 warnings" in out
+    assert out.rstrip().endswith("1 ignored")
+    _, out, _ = run(capsys, "--model", model, "--ignore", "W321", "--json")
+    assert [item["id"] for item in json.loads(out)["ignored"]] == ["W321"]
+
+
+def test_a_quantised_model_passes_verify_and_is_no_image(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            outputs, inputs = tensors[name][1]
+            tensors[name] = ("F8_E4M3", [outputs, inputs], bytes(range(1, 65)) * (outputs * inputs // 64))
+            tensors[f"{name}_scale"] = ("F32", [], b"\0\0\0\x3f")
+
+    edit_tensors(model / "model.safetensors", change)
+    edit_json(model / "config.json", lambda c: c.update(quantization_config={"quant_method": "fp8"}))
+    assert run(capsys, "--model", model)[0] == 0
+    assert build(model) == 3
+    assert "the engine serves unquantised weights only; these are FP8, 8 bits" in capsys.readouterr().err
+
+
+def on_terminal(width: int, *words: str) -> tuple[int, str]:
+    """Run a command whose standard output is a terminal of ``width`` columns; return status and output."""
+    main_end, child_end = pty.openpty()
+    fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    command = [sys.executable, "-m", "ralbuild.cli.main", *words]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(width)}
+    child = subprocess.Popen(command, stdout=child_end, stderr=subprocess.PIPE, env=environment)
+    os.close(child_end)
+    parts: list[bytes] = []
+    with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
+        while part := os.read(main_end, 1 << 16):
+            parts.append(part)
+    os.close(main_end)
+    child.communicate()
+    return child.returncode, b"".join(parts).decode()
+
+
+@pytest.mark.parametrize("width", [60, 140])
+def test_a_terminal_gets_a_table_that_fits_worst_first(width: int, model: Path) -> None:
+    edit_json(model / "config.json", lambda c: c.update(num_hidden_layers=3, rms_norm_eps=0.5))
+    edit_json(model / "config.json", lambda c: c.update(hidden_act="[bold]\x1b[2J[/]"))
+    code, text = on_terminal(width, "verify", "--quiet", "--model", str(model))
+    assert code == 3, text
+    assert "\x1b[2J" not in text
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert all(len(line) <= width for line in plain.splitlines())
+    assert re.findall(r"W\d{3}", plain) == ["W311", "W321", "W322", "W517", "W518"]
+    assert "'[bold]" in plain, "what the folder says is no markup"
+    assert "3 errors" not in plain
+    assert "1 error, 2 warnings, 2 notes" in plain
 
 
 def test_an_interrupt_ends_the_read_of_a_large_file(model: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import pytest
 from model_factory import TEMPLATE, VOCAB, tokenizer_json
 
 from ralbuild.digests import DigestCache
-from ralbuild.weights import template
 from ralbuild.weights.families import evaluate, families
 from ralbuild.weights.scan import Verdict, verify_folder
+
+pytestmark = pytest.mark.usefixtures("one_worker_a_request")
 
 COMMON = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -80,14 +80,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[name]
 
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_worker_a_template() -> Iterator[None]:
-    """All folders have the same template: start its worker once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template, "_run_worker", functools.cache(template._run_worker))
-        yield
 
 
 def verify(folder: Path) -> Verdict:

@@ -10,7 +10,7 @@ from ralbuild.errors import UsageError
 from ralbuild.report import Report, make_report
 
 if TYPE_CHECKING:
-    from ralbuild.pipeline import BuildRequest
+    from ralbuild.pipeline import BuildRequest, Checks
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def chosen_report(options: argparse.Namespace) -> Report:
 
 
 def add_model_option(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add --model."""
+    """Add --model and how strictly it is checked."""
     parser.add_argument(
         "--model",
         type=Path,
@@ -38,9 +38,46 @@ def add_model_option(parser: argparse.ArgumentParser, *, required: bool = True) 
         metavar="DIR",
         help="model folder: safetensors and tokenizer.json",
     )
+    add_check_options(parser)
+
+
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    """Add how strictly a model folder is checked; `chosen_checks` reads it."""
     parser.add_argument(
         "--rehash", action="store_true", help="read every weight byte, whatever the cache knows"
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="warnings about the model or a user kernel are errors"
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a finding about the model that does not count; repeatable",
+    )
+    parser.add_argument(
+        "--signature-key", type=Path, metavar="PUB.pem", help="check the model's own signature with this key"
+    )
+
+
+def chosen_checks(options: argparse.Namespace) -> Checks:
+    """Return the checks that the options ask for.
+
+    Raises:
+        UsageError: when --ignore names no finding.
+    """
+    from ralbuild.pipeline import Checks
+    from ralbuild.weights.rules import find_rule
+
+    ignored: set[str] = set()
+    for word in options.ignore:
+        rule = find_rule(word)
+        if rule is None:
+            hint = "`ralbuild verify --reference` lists them all"
+            raise UsageError(f"knows no finding {word!r}", place="--ignore", hint=hint)
+        ignored.add(rule.id)
+    return Checks(options.rehash, options.strict, frozenset(ignored), options.signature_key)
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +116,6 @@ def add_build_options(parser: argparse.ArgumentParser, *, model_required: bool =
         metavar="sm_NN",
         help="compile for this GPU instead of the config's; repeatable",
     )
-    parser.add_argument(
-        "--strict", action="store_true", help="fail on what the lint of user kernels warns of"
-    )
 
 
 def build_request(options: argparse.Namespace, base: Path | None = None) -> BuildRequest:
@@ -95,9 +129,8 @@ def build_request(options: argparse.Namespace, base: Path | None = None) -> Buil
         archs=tuple(options.arch) if options.arch else None,
         cache_dir=options.cache,
         base=base,
-        rehash=options.rehash,
+        checks=chosen_checks(options),
         check_repro=getattr(options, "check_repro", False),
-        strict=getattr(options, "strict", False),
     )
 
 

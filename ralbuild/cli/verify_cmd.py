@@ -5,23 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ralbuild.cli.options import add_report_options, chosen_report
+from ralbuild.cli.options import add_check_options, add_report_options, chosen_checks, chosen_report
 from ralbuild.errors import UsageError, WeightsError
 
 if TYPE_CHECKING:
-    from ralbuild.weights.findings import Finding
+    from ralbuild.pipeline import Checks
     from ralbuild.weights.scan import Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", type=Path, metavar="DIR", help="model folder, or a models--org--name root")
-    parser.add_argument(
-        "--rehash", action="store_true", help="read every weight byte, whatever the cache knows"
-    )
+    add_check_options(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="also check this ral-config.yaml")
     parser.add_argument(
         "--format",
@@ -30,14 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how findings are printed; default: text",
     )
     parser.add_argument("--json", action="store_true", help="the same as --format json")
-    parser.add_argument("--strict", action="store_true", help="warnings are errors")
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="ID",
-        help="a finding that does not count; repeatable",
-    )
     parser.add_argument("--fail-fast", action="store_true", help="do not read weights once an error is known")
     parser.add_argument(
         "--canary",
@@ -59,67 +50,51 @@ def run(options: argparse.Namespace) -> int:
     if options.model is None:
         raise UsageError("needs --model DIR", hint="see `ralbuild verify --help`")
     from ralbuild.pipeline import check_config, check_model
-    from ralbuild.weights.findings import ordered
 
     if options.canary and options.canary[0] not in ("write", "check"):
         raise UsageError(f"needs write or check, found {options.canary[0]!r}", place="--canary")
-    ignored = _ignored(options.ignore)
+    checks = chosen_checks(options)
     loaded = check_config(options.config) if options.config is not None else None
-    verdict = check_model(
-        options.model, chosen_report(options), rehash=options.rehash, fail_fast=options.fail_fast
-    )
+    verdict = check_model(options.model, chosen_report(options), checks, fail_fast=options.fail_fast)
     if loaded is not None and verdict.model is not None:
         check_config(options.config, verdict.model)
-    found = verdict.findings
     if options.canary and verdict.model is not None:
-        found = ordered((*_canary(options.canary[0], Path(options.canary[1]), options.model), *found))
-    findings = tuple(item for item in found if item.rule.id not in ignored)
-    bad = ("error", "warning") if options.strict else ("error",)
-    passed = not any(item.severity in bad for item in findings)
-    text = _printed(options, findings, verdict, passed=passed)
-    if text:
-        print(text)
+        verdict = _with_canary(verdict, options.canary[0], Path(options.canary[1]), options.model, checks)
+    passed = verdict.passed(strict=checks.strict)
+    _print(options, verdict, passed=passed)
     return 0 if passed else WeightsError.exit_code
 
 
-def _canary(action: str, file: Path, model: Path) -> tuple[Finding, ...]:
-    """Write or check the canary of a folder that has no error; return what was found."""
+def _with_canary(verdict: Verdict, action: str, file: Path, model: Path, checks: Checks) -> Verdict:
+    """Write or check the canary of a folder that has no error; return the verdict with what was found."""
     from ralbuild.weights import canary
     from ralbuild.weights.files import open_folder
-    from ralbuild.weights.findings import Findings
+    from ralbuild.weights.findings import Findings, ordered
 
-    findings = Findings()
+    findings = Findings(checks.ignored)
     root = open_folder(model, findings).root
     if action == "write":
         canary.write_canary(root, file)
     else:
         canary.check_canary(root, file, findings)
-    return findings.sorted()
+    return replace(verdict, findings=ordered((*findings.sorted(), *verdict.findings)))
 
 
-def _ignored(words: list[str]) -> set[str]:
-    from ralbuild.weights.rules import find_rule
-
-    out: set[str] = set()
-    for word in words:
-        rule = find_rule(word)
-        if rule is None:
-            hint = "`ralbuild verify --reference` lists them all"
-            raise UsageError(f"knows no finding {word!r}", place="--ignore", hint=hint)
-        out.add(rule.id)
-    return out
-
-
-def _printed(
-    options: argparse.Namespace, findings: tuple[Finding, ...], verdict: Verdict, *, passed: bool
-) -> str:
+def _print(options: argparse.Namespace, verdict: Verdict, *, passed: bool) -> None:
+    """Print the verdict: a table on a terminal, plain lines elsewhere, or the format that was asked for."""
     from ralbuild.weights import output
 
     if options.json or options.format == "json":
-        return output.as_json(findings, verdict, passed=passed)
-    if options.format == "sarif":
-        return output.as_sarif(findings)
-    if options.format == "github":
-        return output.as_github(findings)
-    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return output.as_text(findings, verdict, color=color)
+        print(output.as_json(verdict, passed=passed))
+    elif options.format == "sarif":
+        print(output.as_sarif(verdict.findings))
+    elif options.format == "github":
+        lines = output.as_github(verdict.findings)
+        print(lines, end="\n" if lines else "")
+    elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        from ralbuild.report import print_findings
+
+        print_findings(verdict.findings, sys.stdout)
+        print(output.footer(verdict))
+    else:
+        print(output.as_text(verdict))

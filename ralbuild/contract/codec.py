@@ -47,12 +47,9 @@ def parse_json(data: bytes | str, where: str, *, max_depth: int = MAX_DEPTH) -> 
         FormatError: with ``where`` and what is wrong.
     """
 
-    hooks = _StrictHooks(where)
     try:
         text = data if isinstance(data, str) else bytes(data).decode("utf-8")
-        value = json.loads(
-            text, object_pairs_hook=hooks.pairs, parse_constant=hooks.constant, parse_float=hooks.number
-        )
+        value = strict_decoder(where).decode(text)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -68,8 +65,16 @@ def parse_json(data: bytes | str, where: str, *, max_depth: int = MAX_DEPTH) -> 
         raise
     except ValueError as error:  # an integer of thousands of digits
         raise FormatError(where, f"not JSON: {error}") from None
-    _check_depth(value, where, max_depth)
+    check_depth(value, where, max_depth)
     return value
+
+
+def strict_decoder(where: str) -> json.JSONDecoder:
+    """Return a decoder that raises FormatError for duplicate keys, NaN, infinity and numbers beyond float."""
+    hooks = _StrictHooks(where)
+    return json.JSONDecoder(
+        object_pairs_hook=hooks.pairs, parse_constant=hooks.constant, parse_float=hooks.number
+    )
 
 
 class _StrictHooks:
@@ -98,7 +103,8 @@ class _StrictHooks:
         return value
 
 
-def _check_depth(value: Any, where: str, limit: int) -> None:
+def check_depth(value: Any, where: str, limit: int = MAX_DEPTH) -> None:
+    """Raise FormatError when lists and objects are nested more than ``limit`` deep."""
     level = [value]
     for _ in range(limit):
         level = [

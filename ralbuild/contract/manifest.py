@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -49,3 +51,17 @@ class ModelManifest:
     max_positions: int
     tokenizer_fingerprint: str = ""
     template_sha256: str = ""
+
+    @property
+    def root_sha256(self) -> str:
+        """The one digest of all files, as OpenSSF model signing has it for a folder that holds just these."""
+        files = sorted((*self.weights, *self.files), key=lambda item: item.path)
+        return root_sha256(item.sha256 for item in files)
+
+
+def root_sha256(digests: Iterable[str]) -> str:
+    """Return the SHA-256 over files' SHA-256 digests (hex in, raw bytes hashed), in the given order.
+
+    This is the subject of an OpenSSF model signature, where files come in the order of their names.
+    """
+    return hashlib.sha256(b"".join(bytes.fromhex(digest) for digest in digests)).hexdigest()

@@ -198,7 +198,7 @@ def _check_layers(
     there = {int(match[1]) for name in present if (match := re.match(f"{start}(\\d+){end}", name))}
     absent = [number for number in range(promise.sizes["L"]) if number not in there]
     if absent and there:
-        what = f"the config counts {promise.sizes['L']} layers; layers {_ranges(absent)} are missing"
+        what = f"the config counts {promise.sizes['L']} layers; missing: {_ranges(absent)}"
         findings.add("W311", what, file="config.json", found=len(there), needed=promise.sizes["L"])
     prefixes = tuple(promise.family.layers.format(n=number) for number in absent) if there else ()
     return [name for name in missing if not name.startswith(prefixes or ("\0",))]

@@ -1,4 +1,4 @@
-"""Starts the worker that loads models, in an environment of its own."""
+"""Starts workers: one that loads models, and small ones under limits of time and memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,40 @@ from pathlib import Path
 from typing import Any
 
 from ralbuild.errors import HostError, WeightsError
+
+WALL_SECONDS = 120
+"""For a worker that waits instead of working."""
+
+
+def run_limited(program: str, request: bytes, cpu_seconds: int, memory_bytes: int) -> dict[str, Any] | None:
+    """Run a program of this folder in an environment of its own, under limits of the kernel.
+
+    Args:
+        program: name of the file.
+        request: its standard input.
+        cpu_seconds, memory_bytes: what it may take.
+
+    Returns:
+        The JSON object that it printed, or None when a limit ended it or it died.
+    """
+    here = Path(__file__).parent
+    limits = [str(here / "limited_worker.py"), str(cpu_seconds), str(memory_bytes)]
+    environment = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0"}
+    environment |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-B", *limits, str(here / program)],
+            input=request,
+            capture_output=True,
+            timeout=WALL_SECONDS,
+            check=False,
+            cwd="/",
+            env=environment,
+        )
+        answer = json.loads(done.stdout) if done.returncode == 0 else None
+    except (subprocess.TimeoutExpired, ValueError):
+        return None
+    return answer if isinstance(answer, dict) else None
 
 
 def run_worker(order: dict[str, Any], extra: str) -> dict[str, Any]:

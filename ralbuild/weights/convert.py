@@ -11,7 +11,8 @@ from ralbuild.digests import DigestCache
 from ralbuild.errors import HostError, UsageError, WeightsError
 from ralbuild.weights.child import run_worker
 from ralbuild.weights.findings import FoundError
-from ralbuild.weights.scan import Progress, Verdict, verify_folder
+from ralbuild.weights.reading import Progress
+from ralbuild.weights.scan import Verdict, verify_folder
 from ralbuild.weights.sniff import SNIFFED, sniff
 
 

@@ -36,6 +36,7 @@ class Family:
         embedding, head: tensor names.
         layers: prefix of a layer's tensors, with ``{n}``.
         bare_prefix: what old files leave out of every name.
+        transposed: whether matrices are stored as inputs by outputs.
         keys: letter to config key; an empty key is not looked up.
         defaults: letter to the value that the family's code takes.
         globals, layer, experts, dense, sparse: shapes, see the data file.
@@ -55,6 +56,7 @@ class Family:
     head: str
     layers: str
     bare_prefix: str
+    transposed: bool
     keys: Mapping[str, str]
     defaults: Mapping[str, int]
     globals: Shapes
@@ -102,6 +104,7 @@ def _family(name: str, table: Mapping[str, Any], usual: Mapping[str, Any]) -> Fa
         head=table["head"],
         layers=table["layers"],
         bare_prefix=table.get("bare_prefix", ""),
+        transposed=table.get("transposed", False),
         keys=usual["keys"] | table.get("keys", {}),
         defaults=table.get("defaults", {}),
         globals=_shapes(table, "globals"),

@@ -6,23 +6,32 @@ into the ``blobs`` folder of the same repository.
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ralbuild.contract.codec import FormatError, parse_json
+from ralbuild.digests import open_regular
 from ralbuild.errors import WeightsError
 from ralbuild.weights.findings import Findings
 from ralbuild.weights.sniff import SNIFFED, report_other_format
 
 SIZE_CAPS = {
-    "tokenizer.json": 200 << 20,
-    "model.safetensors.index.json": 100 << 20,
+    "tokenizer.json": 64 << 20,
+    "model.safetensors.index.json": 32 << 20,
     "tokenizer_config.json": 16 << 20,
+    "model.sig": 16 << 20,
 }
 DEFAULT_CAP = 1 << 20
+_COST, _COSTS = 180 << 20, {"tokenizer.json": 1 << 30}
+"""Memory that parsing a file may take; a vocabulary of 260,000 words takes some 370 MB."""
+MOST_ENTRIES = 10_000
+_WIDE = re.compile(rb"[\xf0-\xf4]")
+"""Begins a character beyond 16 bits, which makes Python keep all of a text in 32."""
 _HEX = frozenset("0123456789abcdef")
 
 SHIPPED_FILES = (
@@ -57,9 +66,14 @@ def open_folder(path: Path, findings: Findings) -> Folder:
     Raises:
         WeightsError: when there is no such folder at all.
     """
-    if not path.exists():
-        raise WeightsError("no such folder", place=str(path), hint="give the model's folder with --model")
-    if not path.is_dir():
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        what = (
+            "no such folder" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        )
+        raise WeightsError(what, place=str(path), hint="give the model's folder with --model") from None
+    if not stat.S_ISDIR(mode):
         gguf = path.suffix == ".gguf"
         hint = "convert it: ralbuild import --gguf FILE --out DIR" if gguf else "give the folder around it"
         raise WeightsError("needs a folder, found a file", place=str(path), hint=hint)
@@ -93,18 +107,22 @@ def _names(folder: Path) -> list[str]:
 
 def _list(root: Path, findings: Findings) -> Folder:
     try:
-        names = sorted(os.listdir(root))  # noqa: PTH208
+        with os.scandir(root) as entries:
+            names = sorted(entry.name for entry in itertools.islice(entries, MOST_ENTRIES + 1))
     except OSError as error:
         raise WeightsError(f"cannot be listed: {error.strerror}", place=str(root)) from None
+    if len(names) > MOST_ENTRIES:
+        findings.add("W226", f"more than {MOST_ENTRIES:,} entries", needed=f"at most {MOST_ENTRIES:,}")
+        names = [name for name in names if name in SHIPPED_FILES]
     found: dict[str, Path] = {}
     folders: list[str] = []
     for name in names:
         path = root / name
-        mode = path.lstat().st_mode
+        mode = _mode(path)
         if stat.S_ISLNK(mode):
             target = _blob_target(root, path)
             if target is None:
-                what = f"a symbolic link to {str(path.readlink())!r}, outside the Hugging Face cache layout"
+                what = f"a symbolic link to {_goal(path)!r}, outside the Hugging Face cache layout"
                 findings.add("W201", what, file=name)
             else:
                 found[name] = target
@@ -112,9 +130,16 @@ def _list(root: Path, findings: Findings) -> Folder:
             found[name] = path
         elif stat.S_ISDIR(mode):
             folders.append(name)
-        else:
+        elif mode:  # 0: it went away since the folder was listed
             findings.add("W202", "neither a file nor a folder", file=name)
     return Folder(root, found, tuple(folders))
+
+
+def _goal(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
 
 
 def _blob_target(folder: Path, link: Path) -> Path | None:
@@ -122,7 +147,7 @@ def _blob_target(folder: Path, link: Path) -> Path | None:
     root = folder.parent.parent
     if folder.parent.name != "snapshots" or not root.name.startswith("models--"):
         return None
-    if link.readlink().is_absolute():
+    if _goal(link).startswith("/"):
         return None
     target = Path(os.path.realpath(link))
     if target.parent != root / "blobs" or not stat.S_ISREG(_mode(target)):
@@ -147,15 +172,16 @@ def read_small(path: Path, name: str, findings: Findings) -> bytes | None:
     """Read a whole file that must be small; ``name`` chooses the cap. None when a finding says why not."""
     cap = SIZE_CAPS.get(name, DEFAULT_CAP)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with os.fdopen(fd, "rb") as file:
-            size = os.fstat(fd).st_size
+        with open_regular(path, follow=False) as file:
+            size = os.fstat(file.fileno()).st_size
             if size > cap:
                 findings.add(
                     "W219", f"has {size} bytes; at most {cap} are read", file=name, found=size, needed=cap
                 )
                 return None
-            return file.read(cap)
+            start = file.read(SNIFFED)
+            # What is no text at all is refused before the rest is read: a hole of 60 MB is all zeros.
+            return start if b"\0" in start else start + file.read(cap - len(start))
     except OSError as error:
         findings.add("W220", f"cannot be read: {error.strerror}", file=name)
         return None
@@ -164,6 +190,12 @@ def read_small(path: Path, name: str, findings: Findings) -> bytes | None:
 def read_json(data: bytes, name: str, findings: Findings) -> dict[str, Any] | None:
     """Parse a JSON object strictly: no duplicate keys, no NaN, bounded depth."""
     if report_other_format(data[:SNIFFED], name, findings):
+        return None
+    cost = _cost(data)
+    most = _COSTS.get(name, _COST)
+    if cost > most:
+        what = f"parsing it could take {cost >> 20} MB of memory; at most {most >> 20} are used"
+        findings.add("W219", what, file=name)
         return None
     try:
         value = parse_json(data, name)
@@ -174,3 +206,10 @@ def read_json(data: bytes, name: str, findings: Findings) -> dict[str, Any] | No
         findings.add("W221", "needs a JSON object", file=name, found=type(value).__name__)
         return None
     return value
+
+
+def _cost(data: bytes) -> int:
+    """Return the bytes of memory that parsing may take: the text, and what its values become."""
+    width = 1 if data.isascii() else 4 if _WIDE.search(data) else 2
+    lists, values = data.count(b"[") + data.count(b"{"), data.count(b",")
+    return len(data) * (1 + width) + 100 * lists + 150 * values

@@ -54,17 +54,19 @@ class Finding:
 class FoundError(WeightsError):
     """The folder must not become an image; ``findings`` holds all of one run, worst first."""
 
-    def __init__(self, findings: tuple[Finding, ...]) -> None:
-        errors = [finding.problem() for finding in findings if finding.severity == "error"]
+    def __init__(self, findings: tuple[Finding, ...], *, strict: bool = False) -> None:
+        kinds = ("error", "warning") if strict else ("error",)
+        errors = [finding.problem() for finding in findings if finding.severity in kinds]
         super().__init__(errors[0].message)
         self.problems = tuple(errors)
         self.findings = findings
 
 
 class Findings:
-    """Collects what the checks of one run find."""
+    """Collects what the checks of one run find; those of the rules in ``ignored`` do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: frozenset[str] = frozenset()) -> None:
+        self._ignored = ignored
         self._all: list[Finding] = []
         self._counts: dict[tuple[str, str], int] = {}
 
@@ -86,32 +88,39 @@ class Findings:
         if self._counts[key] <= MOST_OF_ONE_KIND:
             finding = Finding(
                 rule,
-                _printable(message),
-                _printable(file),
-                _printable(tensor),
-                _printable(str(found)),
-                _printable(str(needed)),
+                printable(message),
+                printable(file),
+                printable(tensor),
+                printable(str(found)),
+                printable(str(needed)),
                 hint or rule.hint,
             )
             self._all.append(finding)
 
     @property
     def failed(self) -> bool:
-        """True once an error was found."""
-        return any(finding.severity == "error" for finding in self._all)
+        """True once an error was found that counts."""
+        return any(finding.severity == "error" and self._is_counted(finding) for finding in self._all)
+
+    def _is_counted(self, finding: Finding) -> bool:
+        return finding.rule.id not in self._ignored
+
+    def empty(self) -> Findings:
+        """Return a collection without findings that ignores the same rules."""
+        return Findings(self._ignored)
 
     def has(self, *rule_ids: str) -> bool:
         """Tell whether one of the rules was broken."""
         return any(rule_id in rule_ids for rule_id, _ in self._counts)
 
-    def sorted(self) -> tuple[Finding, ...]:
-        """Return all findings, worst first, then by id, file and tensor."""
+    def sorted(self, *, counted: bool = True) -> tuple[Finding, ...]:
+        """Return the findings that count, or those that do not; worst first, then by id, file and tensor."""
         more = [
             Finding(RULES[rule_id], f"and {count - MOST_OF_ONE_KIND} more of this kind", file)
             for (rule_id, file), count in self._counts.items()
             if count > MOST_OF_ONE_KIND
         ]
-        return ordered([*self._all, *more])
+        return ordered(item for item in (*self._all, *more) if self._is_counted(item) == counted)
 
 
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -125,7 +134,7 @@ def _last(finding: Finding) -> tuple[bool, str]:
     return (finding.message.startswith("and "), finding.tensor)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return ``text`` without control characters: names come from the file, and go to a terminal."""
     clean = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     return clean.encode("utf-8", "backslashreplace").decode()

@@ -13,6 +13,7 @@ from ralbuild.weights.safetensors import Header
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SHARD = re.compile(r"(.*?)-?(\d{1,6})-of-(\d{1,6})\.safetensors\Z")
+_SHARD_NAME = re.compile(r"[^/\\\x00-\x1f\x7f]{1,240}\.safetensors")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".onnx", ".h5", ".msgpack")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt")
 _PARTIAL = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".download", ".tmp")
@@ -67,7 +68,7 @@ def _weight_map(index: dict[str, Any], findings: Findings) -> dict[str, str]:
         return {}
     good: dict[str, str] = {}
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or "/" in name or "\\" in name or not name.endswith(".safetensors"):
+        if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
             what = f"{str(name)[:80]!r} is not the name of a shard in this folder"
             findings.add("W208", what, file=INDEX, tensor=tensor, found=str(name)[:80])
         else:

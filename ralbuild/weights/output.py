@@ -8,56 +8,65 @@ from typing import Any
 
 from ralbuild import __version__
 from ralbuild.contract.codec import to_plain
-from ralbuild.weights.findings import Finding
+from ralbuild.weights.findings import Finding, printable
 from ralbuild.weights.rules import RULES, Severity
 from ralbuild.weights.scan import Verdict
 
-FORMATS = ("text", "json", "sarif", "github")
-_COLORS: dict[Severity, str] = {"error": "1;31", "warning": "33", "info": "2"}
 _SARIF_LEVEL: dict[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
 _GITHUB: dict[Severity, str] = {"error": "error", "warning": "warning", "info": "notice"}
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def as_text(findings: Sequence[Finding], verdict: Verdict, *, color: bool) -> str:
-    """Return one block a finding, then what the folder is."""
+def as_text(verdict: Verdict) -> str:
+    """Return one block a finding, then what the folder is: for logs and pipes."""
     lines: list[str] = []
-    for item in findings:
-        mark = f"{item.severity:<7} {item.rule.id}"
-        mark = f"\x1b[{_COLORS[item.severity]}m{mark}\x1b[0m" if color else mark
-        lines.append(f"{mark} {item.rule.name}: {item.message}")
+    for item in verdict.findings:
+        lines.append(f"{item.severity:<7} {item.rule.id} {item.rule.name}: {item.message}")
         if item.place:
             lines.append(f"             in {item.place}")
         if item.hint and item.severity != "info":
             lines.append(f"             {item.hint}")
+    return "\n".join([*lines, footer(verdict)])
+
+
+def footer(verdict: Verdict) -> str:
+    """Return what the folder is and its files' digests, then the counts."""
+    lines = []
     if verdict.model is not None:
         manifest = verdict.model.manifest
         size = f"{manifest.parameters:,} parameters in {manifest.tensors} tensors"
-        lines.append(f"{manifest.architecture}, {size}, {manifest.dtype}")
+        lines.append(f"{manifest.architecture}, {size}, {verdict.model.quantised or manifest.dtype}")
         lines += [
             f"  sha256:{entry.sha256}  {entry.size:>14,}  {entry.path}"
             for entry in (*manifest.weights, *manifest.files)
         ]
-    lines.append(summary(findings))
-    return "\n".join(lines)
+        lines.append(
+            f"  sha256:{manifest.root_sha256}                  root of these files (OpenSSF model signing)"
+        )
+    return "\n".join([*lines, summary(verdict)])
 
 
-def summary(findings: Sequence[Finding]) -> str:
-    """Return ``2 errors, 1 warning, 0 notes``."""
-    counts: dict[str, int] = {kind: sum(item.severity == kind for item in findings) for kind in _COLORS}
-    return ", ".join(
+def summary(verdict: Verdict) -> str:
+    """Return ``2 errors, 1 warning, 0 notes``, and how many were ignored."""
+    found = verdict.findings
+    counts = {kind: sum(item.severity == kind for item in found) for kind in ("error", "warning", "info")}
+    text = ", ".join(
         f"{counts[kind]} {word}{'' if counts[kind] == 1 else 's'}"
         for kind, word in (("error", "error"), ("warning", "warning"), ("info", "note"))
     )
+    return f"{text}, {len(verdict.ignored)} ignored" if verdict.ignored else text
 
 
-def as_json(findings: Sequence[Finding], verdict: Verdict, *, passed: bool) -> str:
+def as_json(verdict: Verdict, *, passed: bool) -> str:
     """Return one object: whether it passed, the findings, and the manifest when there is one."""
+    model = verdict.model
     answer = {
         "passed": passed,
-        "findings": [_plain(item) for item in findings],
-        "manifest": to_plain(verdict.model.manifest) if verdict.model is not None else None,
-        "left_out": list(verdict.model.left_out) if verdict.model is not None else [],
+        "findings": [_plain(item) for item in verdict.findings],
+        "ignored": [_plain(item) for item in verdict.ignored],
+        "manifest": to_plain(model.manifest) if model is not None else None,
+        "root_sha256": model.manifest.root_sha256 if model is not None else None,
+        "left_out": [printable(name) for name in model.left_out] if model is not None else [],
     }
     return json.dumps(answer, indent=2, ensure_ascii=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
 Severity = Literal["error", "warning", "info"]
 
@@ -31,15 +31,15 @@ class RuleFamily:
     rules: tuple[Rule, ...]
 
 
-def _read() -> tuple[RuleFamily, ...]:
-    data = tomllib.loads(resources.files("ralbuild").joinpath("data/findings.toml").read_text("utf-8"))
+def _families(data: dict[str, Any]) -> tuple[RuleFamily, ...]:
     return tuple(
         RuleFamily(key, item["title"], item["about"], tuple(Rule(**rule) for rule in item["rules"]))
         for key, item in data["family"].items()
     )
 
 
-FAMILIES = _read()
+_DATA = tomllib.loads(resources.files("ralbuild").joinpath("data/findings.toml").read_text("utf-8"))
+FAMILIES = _families(_DATA)
 RULES: dict[str, Rule] = {rule.id: rule for family in FAMILIES for rule in family.rules}
 """Every rule by id."""
 
@@ -51,12 +51,14 @@ def find_rule(text: str) -> Rule | None:
 
 
 def reference() -> str:
-    """Return docs/verify.md: every rule, one section a family."""
+    """Return docs/verify.md: how verify is used, and every rule, one section a family."""
     lines = [
         "# What verify finds",
         "",
         "Made by `ralbuild verify --reference`. An id never changes its meaning; `--ignore` takes an id or a",
         "name. Errors end with exit code 3, and no image is built; `--strict` counts warnings as errors.",
+        "",
+        _DATA["notes"].strip(),
     ]
     for family in FAMILIES:
         lines += ["", f"## {family.id}: {family.title}", "", family.about, ""]

@@ -11,18 +11,23 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ralbuild.contract.codec import FormatError, parse_json
+from ralbuild.contract.codec import FormatError
+from ralbuild.digests import open_regular
 from ralbuild.weights.findings import Findings
+from ralbuild.weights.members import Members
 from ralbuild.weights.sniff import SNIFFED, report_other_format
 
 MAX_HEADER = 100_000_000
 MAX_DIM = 1 << 48
-MAX_TENSORS = 1_000_000
+MAX_TENSORS = 250_000
+"""In one file: what keeps the memory of a hostile header below 200 MB. Models have at most a few thousand."""
+METADATA = "__metadata__"
 DTYPE_BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8,
     "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -30,9 +35,7 @@ DTYPE_BITS = {
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_SPARE_PARTS = 500_000
-"""Objects, lists or commas that metadata may hold."""
-_FIELDS = {"dtype", "shape", "data_offsets"}
+_FIELDS = ("dtype", "shape", "data_offsets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,19 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: tensors in data order, where the data begins, and the SHA-256 of what is before."""
+    """A checked header.
+
+    Attributes:
+        tensors: in data order.
+        data_start: where the data begins, in bytes from the file's start.
+        file_size: of the whole file when the header was read.
+        sha256: of all bytes before the data.
+    """
 
     tensors: tuple[Tensor, ...]
     data_start: int
-    sha256: str = ""
+    file_size: int
+    sha256: str
 
 
 def read_header(path: Path, name: str, findings: Findings) -> Header | None:
@@ -67,107 +78,111 @@ def read_header(path: Path, name: str, findings: Findings) -> Header | None:
         The header, or None when the findings say why there is none.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open_regular(path, follow=False) as file:
+            return parse_header(file, os.fstat(file.fileno()).st_size, name, findings)
     except OSError as error:
         findings.add("W220", f"cannot be read: {error.strerror}", file=name)
         return None
-    with os.fdopen(fd, "rb") as file:
-        size = os.fstat(fd).st_size
-        start = file.read(SNIFFED)
-        if report_other_format(start, name, findings):
-            return None
-        if len(start) < 8:
-            findings.add("W107", f"needs at least 8 bytes, found {len(start)}", file=name)
-            return None
-        length = int.from_bytes(start[:8], "little")
-        if length > MAX_HEADER or length + 8 > size:
-            findings.add(
-                "W108",
-                f"not a safetensors file: the header says {length} bytes, the file has {size}",
-                file=name,
-                found=length,
-                needed=f"at most {min(MAX_HEADER, size - 8)}",
-            )
-            return None
-        file.seek(8)
-        text = file.read(length)
-    header = parse_header(text, size - 8 - length, name, findings)
-    if header is None:
-        return None
-    digest = hashlib.sha256(start[:8])
-    digest.update(text)
-    return Header(header.tensors, header.data_start, digest.hexdigest())
 
 
-def parse_header(text: bytes, data_size: int, name: str, findings: Findings) -> Header | None:
-    """Check the JSON ``text`` of a header against the ``data_size`` bytes that follow it."""
-    if text[:1] != b"{":
-        findings.add("W111", f"begins with {text[:1]!r}", file=name, found=repr(text[:1]), needed="'{'")
-    if not _plausible(text):
-        findings.add("W109", "the header holds far more than its tensors explain", file=name)
+def parse_header(file: BinaryIO, size: int, name: str, findings: Findings) -> Header | None:
+    """Check the header of the safetensors ``file`` of ``size`` bytes, read from its start in small pieces."""
+    start = file.read(SNIFFED)
+    if report_other_format(start, name, findings):
         return None
+    if len(start) < 8:
+        findings.add("W107", f"needs at least 8 bytes, found {len(start)}", file=name)
+        return None
+    length = int.from_bytes(start[:8], "little")
+    if length > MAX_HEADER or length + 8 > size:
+        findings.add(
+            "W108",
+            f"not a safetensors file: the header says {length} bytes, the file has {size}",
+            file=name,
+            found=length,
+            needed=f"at most {min(MAX_HEADER, size - 8)}",
+        )
+        return None
+    file.seek(8)
+    digest, left = hashlib.sha256(start[:8]), length
+
+    def read(count: int) -> bytes:
+        nonlocal left
+        data = file.read(min(count, left))
+        left -= len(data)
+        digest.update(data)
+        return data
+
+    tensors = _tensors(read, name, findings)
+    if tensors is None or not _covered(tensors, size - 8 - length, name, findings):
+        return None
+    for tensor in tensors:
+        _check_use(tensor, 8 + length, name, findings)
+    return Header(tuple(tensors), 8 + length, size, digest.hexdigest())
+
+
+def _tensors(read: Callable[[int], bytes], name: str, findings: Findings) -> list[Tensor] | None:
+    """Return the tensors of a header's text in data order; None when a finding says why not."""
+    members = Members(read, name)
+    found: dict[str, Tensor | None] = {}
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    noted = False
     try:
-        header = parse_json(text, name)
+        for key, item in members:
+            if key in found or (noted and key == METADATA):
+                findings.add("W110", f"duplicate key {key[:80]!r}", file=name, tensor=key[:200])
+                return None
+            if key == METADATA:
+                noted = True
+                _check_metadata(item, name, findings)
+                continue
+            if len(found) == MAX_TENSORS:
+                findings.add("W127", "holds too many tensors", file=name, needed=f"at most {MAX_TENSORS:,}")
+                return None
+            found[key] = _tensor(key, item, shapes, name, findings)
     except FormatError as error:
         rule = "W110" if error.message.startswith("duplicate key") else "W109"
         findings.add(rule, error.message, file=name)
         return None
-    if not isinstance(header, dict):
-        findings.add("W109", "the header must be a JSON object", file=name, found=type(header).__name__)
-        return None
-    _check_metadata(header, name, findings)
-    if len(header) > MAX_TENSORS:
-        findings.add("W127", f"holds {len(header)} tensors", file=name, needed=f"at most {MAX_TENSORS}")
-        return None
-    parsed = [_tensor(key, item, name, findings) for key, item in header.items()]
-    tensors = sorted((item for item in parsed if item), key=lambda t: (t.begin, t.end, t.name))
-    if len(tensors) != len(parsed) or not _covered(tensors, data_size, name, findings):
-        return None
-    start = 8 + len(text)
-    for tensor in tensors:
-        _check_use(tensor, start, name, findings)
-    return Header(tuple(tensors), start)
+    if members.blanks:
+        findings.add("W111", "blanks come before the '{'", file=name, needed="'{'")
+    if not noted:
+        _note_format("", name, findings)
+    whole = [item for item in found.values() if item is not None]
+    return sorted(whole, key=lambda t: (t.begin, t.end, t.name)) if len(whole) == len(found) else None
 
 
-def _plausible(text: bytes) -> bool:
-    """Bound what parsing may cost: a tensor has one object, two lists and a few commas."""
-    tensors = text.count(b'"data_offsets"')
-    parts = text.count(b"{") + text.count(b"[")
-    return parts <= 3 * tensors + _SPARE_PARTS and text.count(b",") <= 16 * tensors + _SPARE_PARTS
-
-
-def _check_metadata(header: dict[str, Any], name: str, findings: Findings) -> None:
-    present = "__metadata__" in header
-    metadata = header.pop("__metadata__", None)
-    if present and metadata is None:
+def _check_metadata(metadata: Any, name: str, findings: Findings) -> None:
+    if metadata is None:
         findings.add("W113", "__metadata__ is null", file=name)
-    elif present and not (
-        isinstance(metadata, dict) and all(isinstance(item, str) for item in metadata.values())
-    ):
+    elif not (isinstance(metadata, dict) and all(isinstance(item, str) for item in metadata.values())):
         findings.add("W112", "__metadata__ must map text to text", file=name)
         return
-    if (metadata or {}).get("format") != "pt":
-        findings.add(
-            "W128",
-            "__metadata__ does not say format: pt",
-            file=name,
-            found=(metadata or {}).get("format", ""),
-            needed="pt",
-        )
+    _note_format((metadata or {}).get("format", ""), name, findings)
 
 
-def _tensor(key: str, item: Any, name: str, findings: Findings) -> Tensor | None:
+def _note_format(found: str, name: str, findings: Findings) -> None:
+    if found != "pt":
+        what = "__metadata__ does not say format: pt"
+        findings.add("W128", what, file=name, found=found, needed="pt")
+
+
+def _tensor(
+    key: str, item: Any, shapes: dict[tuple[int, ...], tuple[int, ...]], name: str, findings: Findings
+) -> Tensor | None:
+    """Check one entry; ``shapes`` keeps one copy of each shape, since many tensors have the same."""
+
     def fault(rule: str, message: str) -> None:
         findings.add(rule, message, file=name, tensor=key)
 
     if not key or _CONTROL.search(key):
         fault("W124", "a tensor name must not be empty or hold control characters")
         return None
-    if not isinstance(item, dict) or not item.keys() >= _FIELDS:
+    if not isinstance(item, dict) or not all(map(item.__contains__, _FIELDS)):
         fault("W114", "needs dtype, shape and data_offsets")
         return None
     if len(item) > len(_FIELDS):
-        fault("W125", f"has the unknown field {next(iter(item.keys() - _FIELDS))!r}")
+        fault("W125", f"has the unknown field {min(item.keys() - set(_FIELDS))[:80]!r}")
     dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         fault("W115", f"unknown dtype {str(dtype)[:40]!r}")
@@ -189,11 +204,12 @@ def _tensor(key: str, item: Any, name: str, findings: Findings) -> Tensor | None
             "W118", f"{dtype} of shape {str(shape)[:80]} takes {size} bytes, data_offsets give {end - begin}"
         )
         return None
-    return Tensor(key, dtype, tuple(shape), begin, end)
+    shape = tuple(shape)
+    return Tensor(key, sys.intern(dtype), shapes.setdefault(shape, shape), begin, end)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and value >= 0
 
 
 def _product(shape: list[int]) -> int:

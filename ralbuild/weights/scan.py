@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,36 +11,38 @@ from typing import Any
 from ralbuild.contract.codec import sha256_hex
 from ralbuild.contract.manifest import ModelFile, ModelManifest
 from ralbuild.contract.vocab import write_vocab
-from ralbuild.digests import DigestCache, FileDigests, scan_file
-from ralbuild.errors import WeightsError
-from ralbuild.weights import architecture, dialect, hooks, layout, special
+from ralbuild.digests import DigestCache
+from ralbuild.signing import PublicKey
+from ralbuild.weights import architecture, dialect, hooks, layout, quantised, signature, special
 from ralbuild.weights.families import Family, families
-from ralbuild.weights.files import (
-    SHIPPED_FILES,
-    Folder,
-    open_folder,
-    promised_sha256,
-    read_json,
-    read_small,
-)
-from ralbuild.weights.findings import Finding, Findings, FoundError
+from ralbuild.weights.files import SHIPPED_FILES, Folder, open_folder, read_json, read_small
+from ralbuild.weights.findings import Finding, Findings
+from ralbuild.weights.reading import Progress, Reading, WeightFile, WeightShard
 from ralbuild.weights.safetensors import Header, Tensor, majority_dtype, read_header
 from ralbuild.weights.template import Template, check_template, find_template
 from ralbuild.weights.tokenizer import Vocabulary, read_vocabulary
-from ralbuild.weights.values import ValueScan, judge, read_verdict
 
-Progress = Callable[[int, int], None]
+MOST_TENSORS = 1_000_000
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class WeightShard:
-    """One weight file: where it is, its name in the image, and the digests of file and layer."""
+class Order:
+    """How a folder is to be checked.
 
-    path: Path
-    name: str
-    size: int
-    digests: FileDigests
+    Attributes:
+        rehash: read every weight byte, whatever the cache knows.
+        jobs: files read at the same time.
+        fail_fast: do not read weights once an error is known, and stop at the first bad file.
+        ignored: ids of rules whose findings do not count.
+        key: of the publisher, to check ``model.sig`` with.
+    """
+
+    rehash: bool = False
+    jobs: int = 2
+    fail_fast: bool = False
+    ignored: frozenset[str] = frozenset()
+    key: PublicKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class ScannedModel:
         files: small files that go into the image, with their bytes.
         vocabulary: token bytes and ids.
         left_out: names in the folder that do not go into the image.
+        quantised: how the weights are quantised, for people; empty when they are not.
         findings: warnings and notes, worst first.
     """
 
@@ -63,6 +64,7 @@ class ScannedModel:
     files: tuple[tuple[str, bytes], ...]
     vocabulary: Vocabulary
     left_out: tuple[str, ...]
+    quantised: str = ""
     findings: tuple[Finding, ...] = field(default=())
 
     @property
@@ -76,53 +78,28 @@ class Verdict:
     """What one run found.
 
     Attributes:
-        findings: all of them, worst first.
+        findings: those that count, worst first.
         model: the scanned folder; None when an error keeps it from being one.
-        skipped: why weights were not read, or an empty text.
+        ignored: findings that the order said to ignore, worst first.
     """
 
     findings: tuple[Finding, ...]
     model: ScannedModel | None
-    skipped: str = ""
+    ignored: tuple[Finding, ...] = ()
 
     @property
     def failed(self) -> bool:
-        """True when there is an error."""
-        return any(finding.severity == "error" for finding in self.findings)
+        """True when there is an error that counts."""
+        return not self.passed(strict=False)
 
-
-def scan_model(
-    folder: Path,
-    cache: DigestCache,
-    mtime: int,
-    progress: Progress,
-    *,
-    rehash: bool = False,
-    jobs: int = 2,
-) -> ScannedModel:
-    """Check a model folder and hash its weights; stop before reading them once an error is known.
-
-    Args: as of `verify_folder`.
-
-    Raises:
-        FoundError: with every finding, when there is an error.
-        WeightsError: when there is no folder at all.
-    """
-    verdict = verify_folder(folder, cache, mtime, progress, rehash=rehash, jobs=jobs, fail_fast=True)
-    if verdict.failed or verdict.model is None:
-        raise FoundError(verdict.findings)
-    return verdict.model
+    def passed(self, *, strict: bool) -> bool:
+        """Tell whether nothing speaks against the folder; a warning does when ``strict``."""
+        bad = ("error", "warning") if strict else ("error",)
+        return not any(finding.severity in bad for finding in self.findings)
 
 
 def verify_folder(
-    folder: Path,
-    cache: DigestCache,
-    mtime: int,
-    progress: Progress,
-    *,
-    rehash: bool = False,
-    jobs: int = 2,
-    fail_fast: bool = False,
+    folder: Path, cache: DigestCache, mtime: int, progress: Progress, order: Order | None = None
 ) -> Verdict:
     """Run every check.
 
@@ -131,30 +108,33 @@ def verify_folder(
         cache: digests and verdicts that are known; a known file's data is not read.
         mtime: of the layers' entries, in seconds since 1970.
         progress: called with bytes done and bytes in all.
-        rehash: read every weight byte, whatever the cache knows.
-        jobs: files read at the same time.
-        fail_fast: do not read weights once an error is known, and stop at the first bad file.
+        order: how to; the defaults of `Order` without one.
 
     Raises:
         WeightsError: when there is no folder at all.
     """
-    findings = Findings()
+    order = order or Order()
+    findings = Findings(order.ignored)
     check = _Check(open_folder(folder, findings), findings)
     check.read_small_files()
     check.read_headers()
     check.check_names_and_shapes()
     vocabulary, template = check.read_tokenizer()
     left_out = layout.left_out(check.folder, check.layout, findings)
-    if fail_fast and findings.failed:
-        return Verdict(findings.sorted(), None, "weights were not read: the folder has errors already")
-    read = _Reading(check, cache, mtime, progress, rehash=rehash, fail_fast=fail_fast)
-    shards = read.run(jobs)
-    if findings.failed or vocabulary is None:
-        return Verdict(findings.sorted(), None)
+    signed = signature.check_signature(check.folder, order.key, findings)
+    if order.fail_fast and findings.failed:
+        return Verdict(findings.sorted(), None, findings.sorted(counted=False))
+    shards = check.read_weights(cache, mtime, progress, order)
+    if signed is not None:
+        check.compare_signed(signed, shards)
+    found, ignored = findings.sorted(), findings.sorted(counted=False)
+    unread = len(shards) < len(check.headers)
+    if findings.failed or vocabulary is None or unread or not check.complete:
+        return Verdict(found, None, ignored)
     manifest = check.manifest(shards, vocabulary, template)
-    found = findings.sorted()
-    model = ScannedModel(manifest, shards, tuple(check.small.items()), vocabulary, left_out, found)
-    return Verdict(found, model)
+    small = tuple(check.small.items())
+    model = ScannedModel(manifest, shards, small, vocabulary, left_out, check.quantised, found)
+    return Verdict(found, model, ignored)
 
 
 class _Check:
@@ -170,6 +150,7 @@ class _Check:
         self.layout = layout.Layout((), {}, {})
         self.family: Family | None = None
         self.promise: architecture.Promise | None = None
+        self.quantised = ""
 
     def read_small_files(self) -> None:
         """Read what the image ships besides weights."""
@@ -199,8 +180,12 @@ class _Check:
         self.layout = layout.find_layout(self.folder, self.findings)
         for name in self.layout.names:
             header = read_header(self.folder.files[name], name, self.findings)
-            if header is not None:
-                self.headers[name] = header
+            if header is None:
+                continue
+            if sum(len(item.tensors) for item in self.headers.values()) + len(header.tensors) > MOST_TENSORS:
+                self.findings.add("W127", "too many tensors in all", needed=f"at most {MOST_TENSORS:,}")
+                break
+            self.headers[name] = header
         layout.compare_index(self.layout, self.headers, self.findings)
         for header in self.headers.values():
             for tensor in header.tensors:
@@ -212,19 +197,34 @@ class _Check:
         named = set(self.layout.weight_map.values()) or set(self.layout.names)
         return bool(named) and set(self.headers) == named
 
+    @property
+    def complete(self) -> bool:
+        """True when there is all that a manifest needs, whichever errors are ignored."""
+        config = self.configs.get("config.json", {})
+        names, rows = config.get("architectures"), config.get("vocab_size")
+        if not (isinstance(names, list) and names and isinstance(names[0], str) and type(rows) is int):
+            return False
+        return isinstance(config.get("model_type"), str) and self.whole and bool(self.tensors)
+
     def check_names_and_shapes(self) -> None:
         """Compare config and tensors."""
         config = self.configs.get("config.json")
-        plain = hooks.check_formats(self.folder, config or {}, self.tensors.values(), self.findings)
+        adapter = hooks.check_adapter(self.folder, self.tensors, self.findings)
+        hooks.check_scales(self.tensors, self.findings)
+        packed, plan = quantised.find_plan(self.folder, config or {}, self.tensors, self.findings)
+        self.quantised = plan.text if plan is not None else "quantised" if packed else ""
         if config is None:
             return
         self.family = dialect.check_names(config, families(), self.findings)
         dialect.check_settings(config, self.family, self.findings)
-        if not plain:
+        if adapter or (packed and plan is None):
             return
-        dialect.check_dtypes(config, self.tensors.values(), self.findings)
+        if plan is None:
+            dialect.check_dtypes(config, self.tensors.values(), self.findings)
         if self.family is not None:
             self.promise = architecture.read_promise(self.family, config, self.findings)
+        if self.promise is not None and plan is not None:
+            self.promise = quantised.expand(plan, self.promise, self.tensors, self.findings)
         if self.promise is not None:
             architecture.compare(self.promise, self.tensors, whole=self.whole, findings=self.findings)
         elif self.family is None:
@@ -241,7 +241,7 @@ class _Check:
 
     def read_tokenizer(self) -> tuple[Vocabulary | None, Template | None]:
         """Read tokenizer and template, and check the special tokens."""
-        data = self.configs.get("tokenizer.json")
+        data = self.configs.pop("tokenizer.json", None)  # the largest of them, and not needed again
         vocabulary = None
         if data is not None:
             vocabulary = read_vocabulary(data, self.small["tokenizer.json"], self.findings)
@@ -251,6 +251,33 @@ class _Check:
             if template is not None:
                 check_template(template, self.configs, vocabulary, self.findings)
         return vocabulary, template
+
+    def read_weights(
+        self, cache: DigestCache, mtime: int, progress: Progress, order: Order
+    ) -> tuple[WeightShard, ...]:
+        """Read every weight file once, and compare what a tied head must equal."""
+        reading = Reading(
+            {name: WeightFile(self.folder.files[name], header) for name, header in self.headers.items()},
+            self.family,
+            architecture.tied_pair(self.promise, self.tensors),
+            cache,
+            mtime,
+            progress,
+            rehash=order.rehash,
+            fail_fast=order.fail_fast,
+            findings=self.findings,
+        )
+        shards = reading.run(order.jobs)
+        if self.promise is not None:
+            architecture.check_tied_copy(self.promise, reading.digests, self.findings)
+        return shards
+
+    def compare_signed(self, signed: signature.Signed, shards: tuple[WeightShard, ...]) -> None:
+        """Hold the folder to a good signature, with the digests of what was read already."""
+        known = {name: sha256_hex(data) for name, data in self.small.items()}
+        known |= {shard.name: shard.digests.sha256 for shard in shards}
+        shipped = frozenset((*self.small, *self.layout.names))
+        signature.compare_files(signed, self.folder, known, shipped, self.findings)
 
     def manifest(
         self, shards: tuple[WeightShard, ...], vocabulary: Vocabulary, template: Template | None
@@ -279,105 +306,3 @@ class _Check:
 def _slow_tokenizer(files: Mapping[str, Path]) -> str:
     slow = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model") if name in files]
     return f"; {slow[0]} alone is not enough" if slow else ""
-
-
-class _StoppedError(Exception):
-    """A file is not read to its end: another one failed, or the user said so."""
-
-
-class _Reading:
-    """The one read of every weight file: digests and values."""
-
-    def __init__(
-        self,
-        check: _Check,
-        cache: DigestCache,
-        mtime: int,
-        progress: Progress,
-        *,
-        rehash: bool,
-        fail_fast: bool,
-    ) -> None:
-        self.check = check
-        self.cache = cache
-        self.mtime = mtime
-        self.progress = progress
-        self.rehash = rehash
-        self.fail_fast = fail_fast
-        self.names = tuple(check.headers)
-        self.total = sum(check.folder.files[name].stat().st_size for name in self.names)
-        self.done = 0
-        self.lock = threading.Lock()
-        self.stop = threading.Event()
-        self.tied = architecture.tied_pair(check.promise, check.tensors)
-
-    def run(self, jobs: int) -> tuple[WeightShard, ...]:
-        """Read every file; findings are recorded in the order of the names, whichever ends first."""
-        with ThreadPoolExecutor(max(1, jobs)) as pool:
-            try:
-                results = list(pool.map(self._read, self.names))
-            except BaseException:
-                self.stop.set()
-                raise
-        findings = self.check.findings
-        tied: dict[str, str] = {}
-        shards: list[WeightShard] = []
-        for name, result in zip(self.names, results, strict=True):
-            if result is None:
-                continue
-            if isinstance(result, WeightsError):
-                findings.add("W225", result.problems[0].message, file=name)
-                continue
-            path = self.check.folder.files[name]
-            shards.append(WeightShard(path, name, path.stat().st_size, result))
-            tied |= self._judge(name, result, findings)
-        if self.check.promise is not None:
-            architecture.check_tied_copy(self.check.promise, tied, findings)
-        return tuple(shards)
-
-    def _read(self, name: str) -> FileDigests | WeightsError | None:
-        header = self.check.headers[name]
-        hashed = self.tied & {tensor.name for tensor in header.tensors}
-        observer = ValueScan(header, hashed)
-        path = self.check.folder.files[name]
-        try:
-            # The name in the image is the one in the folder, not the blob that a link leads to.
-            digests = scan_file(
-                path,
-                self.cache,
-                self.mtime,
-                self._step,
-                name=name,
-                rehash=self.rehash,
-                observer=observer,
-            )
-        except _StoppedError:
-            return None
-        except WeightsError as error:
-            return error
-        if self.fail_fast:
-            trial = Findings()
-            self._judge(name, digests, trial)
-            if trial.failed:
-                self.stop.set()
-        return digests
-
-    def _step(self, count: int) -> None:
-        if self.stop.is_set():
-            raise _StoppedError
-        with self.lock:
-            self.done += count
-            self.progress(self.done, self.total)
-
-    def _judge(self, name: str, digests: FileDigests, findings: Findings) -> dict[str, str]:
-        """Record what a file's values came to; return the digests of the tensors asked for."""
-        promised = promised_sha256(self.check.folder.files[name])
-        if promised and promised != digests.sha256:
-            what = f"has sha256 {digests.sha256}, its name in the cache says {promised}"
-            findings.add("W223", what, file=name, found=digests.sha256, needed=promised)
-        verdict = read_verdict(digests.verdict, self.check.headers[name])
-        if verdict is None:
-            findings.add("W225", "its header changed after it was checked", file=name)
-            return {}
-        judge(verdict, name, self.check.family, findings)
-        return verdict.digests

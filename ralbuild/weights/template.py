@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ralbuild.contract.codec import sha256_hex
+from ralbuild.weights import child
 from ralbuild.weights.findings import Findings
 from ralbuild.weights.special import TOKENIZER, token_texts
 from ralbuild.weights.tokenizer import Vocabulary
 
 FILE = "chat_template.jinja"
 CPU_SECONDS = 3
-WALL_SECONDS = 30
 MEMORY_BYTES = 512 << 20
 MAX_SOURCE = 1 << 20
 
@@ -106,33 +103,12 @@ def _render(template: Template, tokens: dict[str, str], findings: Findings) -> d
         "source": template.source,
         "tokens": tokens,
         "conversations": _CONVERSATIONS,
-        "cpu_seconds": CPU_SECONDS,
-        "memory_bytes": MEMORY_BYTES,
     }
-    answers = _run_worker(json.dumps(request))
+    answers = child.run_limited("template_worker.py", json.dumps(request).encode(), CPU_SECONDS, MEMORY_BYTES)
     if answers is None:
         findings.add("W605", f"rendering took more than {CPU_SECONDS} s or 512 MB", file=template.file)
         return None
     return answers
-
-
-def _run_worker(request: str) -> dict[str, Any] | None:
-    """Return the worker's answers; None when it was stopped by a limit."""
-    worker = Path(__file__).with_name("template_worker.py")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-B", str(worker)],
-            input=request.encode(),
-            capture_output=True,
-            timeout=WALL_SECONDS,
-            check=False,
-            cwd="/",
-            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0"},
-        )
-        answers = json.loads(done.stdout) if done.returncode == 0 else None
-    except (subprocess.TimeoutExpired, ValueError):
-        return None
-    return answers if isinstance(answers, dict) else None
 
 
 def _all_well(answers: dict[str, Any], template: Template, findings: Findings) -> bool:

@@ -1,23 +1,28 @@
 """`tokenizer.json` to the bytes of every token, proved against the tokenizers library.
 
 Two families cover the models that are served today: byte-level BPE (GPT-2's byte-to-character map)
-and SentencePiece style (``▁`` for a space, ``<0xXX>`` for single bytes). Only this module of the
-builder imports tokenizers.
+and SentencePiece style (``▁`` for a space, ``<0xXX>`` for single bytes). The library itself runs in
+a process of its own, under limits.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ralbuild.contract.codec import canonical_json, sha256_hex
+from ralbuild.weights import child
 from ralbuild.weights.findings import Findings
 
 NAME = "tokenizer.json"
 PROBE = "Hello, world! 12 + 7 = 19.  Risk\tand\nreward: naïve café, 风险, リスク, 위험, 🙂👩‍🚀"
 MAX_ID = 4_000_000
+CPU_SECONDS = 5
+"""What loading a tokenizer and encoding the probes may take; one second more for each MB of the file."""
+MEMORY_BYTES = 4 << 30
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 PROBES = (
@@ -239,26 +244,18 @@ def _prove(
     source: bytes, tokens: tuple[bytes, ...], ids: dict[str, int], findings: Findings
 ) -> Vocabulary | None:
     """Compare our bytes with the library's own decoding of a probe text, and take the fingerprint."""
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_str(source.decode())
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # bare Exception, and a Rust panic, which is no Exception
-        findings.add("W514", f"the tokenizers library refuses it: {error}", file=NAME)
+    cpu_seconds = CPU_SECONDS + (len(source) >> 20)
+    request = json.dumps(PROBES).encode() + b"\n" + source
+    answer = child.run_limited("tokenizer_worker.py", request, cpu_seconds, MEMORY_BYTES)
+    if answer is None:
+        what = f"the tokenizers library takes more than {cpu_seconds} s or 4 GB for {len(PROBES)} short texts"
+        findings.add("W523", what, file=NAME)
         return None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    try:
-        probed = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES]
-        added = tokenizer.encode("a").ids
-        theirs = tokenizer.decode(probed[0], skip_special_tokens=True)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        findings.add("W514", f"the tokenizers library fails on a probe text: {error}", file=NAME)
-        return None
+    for key, what in (("refused", "refuses it"), ("failed", "fails on a probe text")):
+        if key in answer:
+            findings.add("W514", f"the tokenizers library {what}: {answer[key]}", file=NAME)
+            return None
+    probed, added, theirs = answer["probed"], answer["added"], answer["decoded"]
     if any(number >= len(tokens) for number in probed[0]):
         findings.add("W515", "the library gives ids that the file does not list", file=NAME)
         return None
@@ -274,7 +271,7 @@ def _prove(
 
 
 def text_encoder(source: bytes) -> Callable[[str], list[int]]:
-    """Return a function from text to token ids, without special tokens, for a proved ``tokenizer.json``."""
+    """Return a function from text to token ids, without special tokens, for a ``tokenizer.json`` that `tokenizer_worker` proved."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(source.decode())

@@ -21,7 +21,7 @@ from ralbuild.weights.families import Family
 from ralbuild.weights.findings import Findings
 from ralbuild.weights.safetensors import DTYPE_BITS, Header, Tensor
 
-KIND = "ralbuild.values/1"
+KIND = "ralbuild.values/2"
 MOST_FAULTS = 200
 
 FaultKind = Literal["nan", "infinity", "large", "zero", "constant"]
@@ -32,7 +32,10 @@ _RULES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something about a tensor's values: see `FaultKind`; ``text`` is for people."""
+    """Something about a tensor's values: see `FaultKind`; ``text`` is for people.
+
+    ``vector`` is True for one that many families may leave at zero, and no scale.
+    """
 
     tensor: str
     kind: str
@@ -78,6 +81,8 @@ _FLOATS = {
 }
 _NAN_CODES = {"F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80, "F8_E8M0": 0xFF}
 """Types whose only NaN is one code."""
+_PACKED = (".qweight", ".weight_packed")
+"""Integers that hold quantised weights: never all the same."""
 
 
 class ValueScan:
@@ -144,6 +149,7 @@ class _Part:
         self.bits = _FLOATS.get(tensor.dtype)
         self.width = max(1, DTYPE_BITS[tensor.dtype] // 8)
         self.is_float = self.bits is not None or tensor.dtype in _NAN_CODES
+        self.is_packed = tensor.dtype == "I32" and tensor.name.endswith(_PACKED)
         self.carry = b""
         self.seen = 0
         self.peak = 0
@@ -157,7 +163,7 @@ class _Part:
         self.left -= len(chunk)
         if self.digest is not None:
             self.digest.update(chunk)
-        if not self.is_float:
+        if not (self.is_float or self.is_packed):
             return
         if self.carry:  # an element that two chunks share
             need = self.width - len(self.carry)
@@ -179,9 +185,9 @@ class _Part:
         if self.constant:
             # Nearly every tensor differs within its first elements; only an equal start is compared whole.
             self.constant = bool((values[:256] == self.first).all()) and bool((values == self.first).all())
-        if self.bits is None:
+        if self.bits is None and self.is_float:
             self._count(values == _NAN_CODES[self.tensor.dtype], nan=True)
-        else:
+        elif self.bits is not None:
             self._look_at_bits(values, self.bits)
         self.seen += len(values)
 
@@ -215,14 +221,14 @@ class _Part:
             out.append(("nan" if self.has_nan else "infinity", text))
         if self.bits is not None and self.peak > self.bits.limit:
             out.append(("large", f"the largest magnitude is {_number(self.peak, tensor.dtype):.3g}"))
-        zero = self.constant and self.first is not None and self.bits is not None
-        zero = zero and not (self.first or 0) & (self.bits.mask if self.bits else 0)
-        if self.is_float and tensor.elements > 1:
-            if zero and not tensor.name.endswith(".bias"):
+        scale = "scale" in tensor.name.rpartition(".")[2]
+        if self.constant and self.first is not None and (tensor.elements > 1 or scale):
+            zero = not self.first & (self.bits.mask if self.bits else -1)
+            if zero and (self.bits or self.is_packed) and not tensor.name.endswith(".bias"):
                 out.append(("zero", f"all {tensor.elements} elements are zero"))
-            elif self.constant and not zero and not vector and not self.strange:
+            elif not (zero or vector or scale or self.strange):
                 out.append(("constant", f"all {tensor.elements} elements are the same"))
-        return [Fault(tensor.name, kind, text, vector) for kind, text in out]
+        return [Fault(tensor.name, kind, text, vector and not scale) for kind, text in out]
 
 
 def _place(index: int, shape: tuple[int, ...]) -> str:

@@ -47,6 +47,8 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """Read all tensors as ``dtype``; one that has it already stays mapped from its file.
 
+    Buffers of old files, which may be bytes or booleans, are passed over as transformers does.
+
     Raises:
         ModelMismatchError: for a file that is not safetensors, a tensor that appears twice, or one of
             another kind than floating point.
@@ -59,6 +61,8 @@ def read_weights(
         try:
             with safetensors.safe_open(str(path), framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
+                    if _BENIGN.fullmatch(name):
+                        continue
                     tensor = file.get_tensor(name)
                     if name in out or not tensor.is_floating_point():
                         problem = "appears in two files" if name in out else f"has type {tensor.dtype}"
@@ -80,7 +84,7 @@ def fill_model(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) ->
         ModelMismatchError: naming the first tensors that are missing, unexpected or of another shape.
     """
     tied = tied_names(model)
-    state = _with_prefix(model, {name: item for name, item in weights.items() if not _BENIGN.fullmatch(name)})
+    state = _with_prefix(model, dict(weights))
     for name, source in tied.items():
         if name in state and source in state:
             if not torch.equal(state[name], state[source]):
