@@ -271,7 +271,7 @@ def _prove(
 
 
 def text_encoder(source: bytes) -> Callable[[str], list[int]]:
-    """Return a function from text to token ids, without special tokens, for a ``tokenizer.json`` that `tokenizer_worker` proved."""
+    """Return a function from text to token ids; `tokenizer_worker` has proved the file before."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(source.decode())
