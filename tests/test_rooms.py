@@ -26,7 +26,13 @@ DOORS = {
     "pydantic_core": {"config/load.py"},
     "jinja2": {"render.py", "runtime/chat.py", "weights/template_worker.py"},
     "rich": {"report.py"},
-    "triton": {"compile/worker.py", "kernels/transduce.py", "kernels/sample.py"},
+    "triton": {
+        "compile/worker.py",
+        "kernels/transduce.py",
+        "kernels/sample.py",
+        "kernels/penalize.py",
+        "kernels/feedback.py",
+    },
     "tokenizers": {"weights/tokenizer.py", "runtime/tokens.py"},
     "docker": set(),
 }

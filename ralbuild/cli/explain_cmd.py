@@ -38,10 +38,12 @@ def run(options: argparse.Namespace) -> int:
             print(f"  also matches {other.match} (priority {other.priority}), which comes later")
     else:
         print(f"route {options.route or '(none)'} matches no rule: the default applies")
-    for name in ("temperature", "top_p"):
-        value = getattr(profile.sampling, name)
-        if value is not None:
-            print(f"  sampling {name} is {value:g}, whatever the request says")
+    for line in profile.sampling.lines():
+        print(f"  sampling {line}, whatever the request says")
+    action = loaded.actions.get(profile.name)
+    for bias in action.sampling.logit_bias if action else ():
+        token = f"token {bias.id}" if bias.text is None else json.dumps(bias.text, ensure_ascii=False)
+        print(f"  sampling logit_bias {bias.bias:+g} for {token}, whatever the request says")
     for rule in sorted(rules, key=lambda rule: rule.kind != "redact"):
         print(f"  {rule.kind:<8} {json.dumps(rule.text, ensure_ascii=False):<40} {rule.source}, {rule.place}")
     for number in rule_set.profiles[rule_set.input_profile].rules:
