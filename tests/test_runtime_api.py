@@ -151,7 +151,7 @@ def test_log_probabilities_name_the_drawn_tokens_in_both_apis(
     older = client.completions.create(**prompt, logprobs=2).choices[0]  # type: ignore[call-overload]
     assert older.logprobs is not None
     assert "".join(older.logprobs.tokens) == older.text
-    assert all(len(item) == 2 for item in older.logprobs.top_logprobs)
+    assert all(1 <= len(item) <= 2 for item in older.logprobs.top_logprobs)  # two broken bytes look alike
     assert client.chat.completions.create(**asked).choices[0].logprobs is None
     status, body, _ = runtime.post(
         "/v1/chat/completions", CHAT | {"logprobs": True}, {"x-ral-route": "finance.x"}
@@ -159,15 +159,13 @@ def test_log_probabilities_name_the_drawn_tokens_in_both_apis(
     assert (status, body["error"]["param"]) == (400, "logprobs")
 
 
-def test_a_bias_and_penalties_decide_what_comes(
-    client: openai.OpenAI, words: list[str], tokens: list[bytes]
-) -> None:
+def test_a_bias_and_penalties_decide_what_comes(client: openai.OpenAI, model: Path) -> None:
     asked: dict[str, Any] = {"model": "tiny/cold", "messages": CHAT["messages"], "max_tokens": 4}
-    one, other = (next(n for n, token in enumerate(tokens) if token == word) for word in (b"a", b"e"))
-    bias = {str(one): 100, str(other): 99}
-    same = client.chat.completions.create(**asked, logit_bias=bias)
+    one, other = (token_bytes(model).index(letter) for letter in (b"a", b"e"))
+    same = client.chat.completions.create(**asked, logit_bias={str(one): 100, str(other): 30})
     assert same.choices[0].message.content == "aaaa"
-    turns = client.chat.completions.create(**asked, logit_bias=bias, frequency_penalty=2, presence_penalty=0)
+    asked |= {"max_tokens": 14, "logit_bias": {str(one): 100, str(other): 100}}
+    turns = client.chat.completions.create(**asked, frequency_penalty=2)
     assert set(turns.choices[0].message.content or "") == {"a", "e"}
 
 
