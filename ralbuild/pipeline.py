@@ -431,7 +431,9 @@ def _kernel_summary(kernels: tuple[contract.Kernel, ...]) -> str:
         return "no GPU architecture asked for, no kernel compiled"
     archs = sorted({item.arch for kernel in kernels for item in kernel.objects})
     size = sum(item.cubin.size + item.ptx.size for kernel in kernels for item in kernel.objects)
-    return f"{len(kernels)} kernels for {', '.join(archs)}, {format_bytes(size)}"
+    return (
+        f"{len(kernels)} kernels for {', '.join(archs)}, {len(kernels)} launches a step, {format_bytes(size)}"
+    )
 
 
 def _link(
@@ -464,7 +466,7 @@ def _link(
         bans=cache.add(folded.bans),
         vocab=cache.add(folded.vocab),
         kernels=kernels,
-        patch=tuple(contract.PatchStep(name, "slots") for name in steps),
+        patch=tuple(contract.PatchStep(name, "1" if name == "feedback" else "slots") for name in steps),
         self_tests=folded.self_tests,
     )
 

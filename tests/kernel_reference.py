@@ -1,15 +1,19 @@
-"""What the `sample` kernel must compute, written a second time in NumPy from docs/kernels.md.
+"""What the kernels around sampling must compute, written a second time in NumPy from docs/kernels.md.
 
-Nothing here looks at the kernel's source. The CPU target's sampler has to agree with it too.
+Nothing here looks at a kernel's source. The CPU target's sampler has to agree with it too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 
-CANDIDATES = 256
+CANDIDATES = 16
 GROUP = 1024
 UNIT = np.float32(2.0**24)
+LOWEST = np.float32(-3.4028234663852886e38)
 
 
 def philox_4x32_10(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
@@ -50,47 +54,107 @@ def gumbel(u: np.ndarray) -> np.ndarray:
     return -np.log(wait)
 
 
-def nucleus(weights: np.ndarray, top_p: np.float32) -> int:
-    """Return the largest weight w such that the tokens of weight >= w hold ``top_p`` of the mass."""
-    total = int(weights.sum(dtype=np.int64))
-    need = int(np.float64(top_p) * np.float64(total))
-    order = np.sort(weights)[::-1].astype(np.int64)
-    mass = np.cumsum(order)
-    return int(order[int(np.argmax(mass >= need))])
-
-
-def sample(
-    logits: np.ndarray,
+def penalize(
+    row: np.ndarray,
+    counts: np.ndarray,
     *,
-    tokenizer_size: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    step: int,
-    eos_id: int,
-    allows,
-    candidates: int = CANDIDATES,
-) -> tuple[int, int]:
-    """Return (token, refused candidates) for one row of float32 logits; ``allows(id)`` says no to a ban."""
-    size = min(tokenizer_size, len(logits))
-    value = logits[:size].astype(np.float32)
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    bias: dict[int, float] | None = None,
+) -> np.ndarray:
+    """Return a row with biases added and penalties taken; ``counts`` is int16, its sign bit the prompt."""
+    out = row.astype(np.float32)
+    for token, amount in (bias or {}).items():
+        if token < len(out):
+            out[token] += np.float32(amount)
+    drawn = counts.astype(np.int32) & 0x7FFF
+    for token in np.flatnonzero(counts[: len(out)]):
+        value = out[token]
+        value = value / np.float32(repetition) if value > 0 else value * np.float32(repetition)
+        value -= np.float32(frequency) * np.float32(drawn[token])
+        if drawn[token]:
+            value -= np.float32(presence)
+        out[token] = value
+    return out
+
+
+def floor(value: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.float32:
+    """Return the least logit that top_k, then top_p, then min_p keep."""
+    real = np.sort(value[value > -np.inf])[::-1]
+    least = LOWEST
+    if temperature <= 0 or not len(real):
+        return least
+    heat = np.float32(temperature)
+    scale = np.float32(1.0) / heat
+    if 0 < top_k < len(real):
+        least = real[top_k - 1]
+    if np.float32(top_p) < 1:
+        kept = real[real >= least]
+        weights = (np.exp((kept - real[0]) * scale) * UNIT + np.float32(0.5)).astype(np.int64)
+        need = int(np.float64(np.float32(top_p)) * np.float64(weights.sum()))
+        least = kept[int(np.argmax(np.cumsum(weights) >= need))]
+    if min_p > 0:
+        least = max(least, min(real[0] + heat * np.log(np.float32(min_p)), real[0]))
+    return np.float32(least)
+
+
+@dataclass
+class Row:
+    """One row of float32 logits and how to draw from it."""
+
+    logits: np.ndarray
+    size: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    step: int = 0
+    strict: bool = False
+    candidates: int = CANDIDATES
+
+
+@dataclass
+class Drawn:
+    """The token, None when no token is legal; refused candidates; whether the row had to be masked."""
+
+    token: int | None
+    refused: int
+    masked: bool
+
+
+def sample(row: Row, legal: Callable[[int], bool]) -> Drawn:
+    """Draw; ``legal(id)`` says whether the rules let a token come next."""
+    size = min(row.size, len(row.logits))
+    value = row.logits[:size].astype(np.float32)
     value = np.where(np.isnan(value), np.float32(-np.inf), value)
-    tiers = [np.ones(size, bool)]
-    score = value
-    if temperature > 0:
-        scale = np.float32(1.0) / np.float32(temperature)
-        score = value * scale + gumbel(philox_uniform(seed, step, np.arange(size)))
-        if top_p < 1:
-            weights = (np.exp((value - value.max()) * scale) * UNIT + np.float32(0.5)).astype(np.int32)
-            inside = weights >= nucleus(weights, np.float32(top_p))
-            tiers = [inside, ~inside]
     refused = 0
-    for tier in tiers:
-        ids = np.flatnonzero(tier & (score > -np.inf))
-        for token in ids[np.lexsort((ids, -score[ids]))]:
-            if allows(int(token)):
-                return int(token), refused
+    if not row.strict:
+        order = _ranked(row, value, value >= _floor(row, value))
+        for token in order[: row.candidates]:
+            if legal(int(token)):
+                return Drawn(int(token), refused, False)
             refused += 1
-            if refused == candidates:
-                return eos_id, refused
-    return eos_id, refused
+    allowed = np.array([legal(token) for token in range(size)], bool)
+    masked = np.where(allowed, value, np.float32(-np.inf))
+    floors = [_floor(row, masked)] if row.strict else [_floor(row, value), _floor(row, masked)]
+    for least in floors:
+        order = _ranked(row, masked, masked >= least)
+        if len(order):
+            return Drawn(int(order[0]), refused, True)
+    return Drawn(None, refused, True)
+
+
+def _floor(row: Row, value: np.ndarray) -> np.float32:
+    return floor(value, row.temperature, row.top_k, row.top_p, row.min_p)
+
+
+def _ranked(row: Row, value: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Return kept ids by falling score, the lower id first among equal ones."""
+    score = value
+    if row.temperature > 0:
+        scale = np.float32(1.0) / np.float32(row.temperature)
+        score = value * scale + gumbel(philox_uniform(row.seed, row.step, np.arange(len(value))))
+    ids = np.flatnonzero(kept & (score > -np.inf))
+    return ids[np.lexsort((ids, -score[ids]))]

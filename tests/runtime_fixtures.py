@@ -136,7 +136,7 @@ class Rules:
     with_: str = "[gone]"
     append: str = ""
     ban: str = ""
-    sampling: Sampling = field(default_factory=lambda: Sampling(None, None))
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 class _Machine:
@@ -291,7 +291,7 @@ def make_image(
         bans=refs[1],
         vocab=refs[2],
         kernels=(),
-        patch=(PatchStep("sample", "slots"), PatchStep("transduce", "slots")),
+        patch=tuple(PatchStep(name, "slots") for name in ("penalize", "sample", "transduce", "feedback")),
         self_tests=tuple(self_tests),
     )
     image = Image(root, bundle, "")

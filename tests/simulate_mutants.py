@@ -172,13 +172,13 @@ def sample_work() -> Callable[[Module], Comparison]:
     walls: list[DrawCase] = []
     refused = [n for n, word in enumerate(words) if word[:1] == b"b"]
     for count, others in (
-        (255, 1),
-        (256, 1),
-        (257, 1),
+        (15, 1),
+        (16, 1),
+        (17, 1),
         (300, 0),
         (3, 2),
         (40, 9),
-    ):  # bans near the limit of 256
+    ):  # bans near the limit of 16
         for top_p in (1.0, 0.4) if count < 99 else (1.0,):
             logits = np.full(len(draws[0].logits), -np.inf, np.float32)
             logits[refused[:count]] = 9.0 + np.arange(len(refused[:count])) / 64
@@ -193,8 +193,7 @@ def sample_work() -> Callable[[Module], Comparison]:
                 logits=logits,
                 temperature=float(k % 3),
                 top_p=[1.0, 0.5][k % 2],
-                token=0,
-                fst_state=0,
+                done=0,
             )
         )
     options = Options(shared=shared_bytes("sample"), races=True, step_limit=40_000)

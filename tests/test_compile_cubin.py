@@ -42,7 +42,7 @@ def test_registers_and_frame_are_those_that_ptxas_reports(
     assert (kernel.frame_bytes > 0) == (most is not None)
 
 
-@pytest.mark.parametrize("name", ["sample", "transduce", "html_enhancer"])
+@pytest.mark.parametrize("name", ["penalize", "sample", "transduce", "feedback", "html_enhancer"])
 def test_parameters_are_those_that_the_ptx_declares(name: str) -> None:
     built = compiled(name)
     (kernel,) = read_cubin(built.cubin, "test").kernels
@@ -80,7 +80,7 @@ def test_a_damaged_cubin_is_read_or_refused(changes: list[tuple[int, int]]) -> N
 
 
 @pytest.mark.parametrize("arch", PINS.archs)
-@pytest.mark.parametrize("name", ["sample", "transduce"])
+@pytest.mark.parametrize("name", ["penalize", "sample", "transduce", "feedback"])
 def test_built_in_kernels_pass_the_gate_without_spills(name: str, arch: str) -> None:
     built = compiled(name, arch)
     inspected = inspect(specs()[name], arch, built.cubin, built.ptx, PINS)

@@ -13,7 +13,7 @@ from ralbuild.contract.buffers import BUFFERS
 from ralbuild.errors import CompileError
 
 
-@pytest.mark.parametrize("name", ["sample", "transduce"])
+@pytest.mark.parametrize("name", ["penalize", "sample", "transduce", "feedback"])
 def test_a_built_in_kernel_takes_its_spec_parameters_in_order(name: str) -> None:
     spec = specs()[name]
     function = next(

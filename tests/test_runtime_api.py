@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from runtime_fixtures import Image, Rules, Runtime, make_image, make_model, running, token_bytes
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ralbuild.contract.bundle import Engine, InputLimit, Route, Sampling
+from ralbuild.contract.bundle import Bounds, Engine, InputLimit, Route, Sampling
 
 ASKED = "Tell me about the capital of France."
 CHAT: dict[str, Any] = {
@@ -94,7 +94,7 @@ def image(model: Path, words: list[str], tmp_path_factory: pytest.TempPathFactor
         (
             Rules(bold=words[0]),
             Rules(redact=words[0], append="\nNot investment advice.", ban=words[2]),
-            Rules(sampling=Sampling(0.0, None)),
+            Rules(sampling=Sampling(temperature=Bounds(0.0, 0.0))),
         ),
         routes=(Route("finance.*", "action1", 10, 1), Route("cold", "action2", 20, 2)),
         limits=(InputLimit("normalizer", 64),),
@@ -127,6 +127,46 @@ def series(runtime: Runtime) -> dict[str, float]:
         for sample in family.samples:
             out[sample.name] = out.get(sample.name, 0) + sample.value
     return out
+
+
+def test_log_probabilities_name_the_drawn_tokens_in_both_apis(
+    client: openai.OpenAI, runtime: Runtime
+) -> None:
+    asked: dict[str, Any] = {"model": "tiny/cold", "messages": CHAT["messages"], "max_tokens": 12}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    choice = whole.choices[0]
+    assert choice.logprobs is not None
+    content = choice.logprobs.content or []
+    assert (
+        b"".join(bytes(item.bytes or []) for item in content).decode(errors="replace")
+        == choice.message.content
+    )
+    assert all(item.top_logprobs[0].logprob == item.logprob for item in content)  # the route is greedy
+    assert all(item.logprob >= item.top_logprobs[2].logprob for item in content)
+    stream = client.chat.completions.create(**asked, logprobs=True, stream=True)
+    parts = [part.choices[0].logprobs for part in stream if part.choices]
+    streamed = [item.logprob for part in parts if part for item in part.content or []]
+    assert streamed == [item.logprob for item in content]
+    prompt = {"model": "tiny/cold", "prompt": "The risk", "max_tokens": 5}
+    older = client.completions.create(**prompt, logprobs=2).choices[0]  # type: ignore[call-overload]
+    assert older.logprobs is not None
+    assert "".join(older.logprobs.tokens) == older.text
+    assert all(1 <= len(item) <= 2 for item in older.logprobs.top_logprobs)  # two broken bytes look alike
+    assert client.chat.completions.create(**asked).choices[0].logprobs is None
+    status, body, _ = runtime.post(
+        "/v1/chat/completions", CHAT | {"logprobs": True}, {"x-ral-route": "finance.x"}
+    )
+    assert (status, body["error"]["param"]) == (400, "logprobs")
+
+
+def test_a_bias_and_penalties_decide_what_comes(client: openai.OpenAI, model: Path) -> None:
+    asked: dict[str, Any] = {"model": "tiny/cold", "messages": CHAT["messages"], "max_tokens": 4}
+    one, other = (token_bytes(model).index(letter) for letter in (b"a", b"e"))
+    same = client.chat.completions.create(**asked, logit_bias={str(one): 100, str(other): 30})
+    assert same.choices[0].message.content == "aaaa"
+    asked |= {"max_tokens": 14, "logit_bias": {str(one): 100, str(other): 100}}
+    turns = client.chat.completions.create(**asked, frequency_penalty=2)
+    assert set(turns.choices[0].message.content or "") == {"a", "e"}
 
 
 def events(runtime: Runtime, path: str, body: dict[str, Any]) -> list[bytes]:

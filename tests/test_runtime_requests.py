@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ralbuild.runtime.errors import ApiError
-from ralbuild.runtime.requests import parse_chat, parse_completion
+from ralbuild.runtime.requests import Wishes, parse_chat, parse_completion
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -27,15 +27,20 @@ def chat(**fields: Any) -> Any:
     "fields",
     [
         {"n": 2},
-        {"logprobs": True},
-        {"top_logprobs": 3},
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
-        {"logit_bias": {"5": 1}},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -0.5},
         {"modalities": ["audio"]},
+        {"min_tokens": 4},
+        {"ignore_eos": True},
+        {"bad_words": ["x"]},
+        {"allowed_token_ids": [1]},
+        {"guided_regex": "a+"},
+        {"structured_outputs": {"choice": ["a"]}},
+        {"grammar": "root ::= x"},
+        {"stop_token_ids": [5]},
+        {"repeat_penalty": 1.1},
+        {"prompt_logprobs": 0},
     ],
     ids=str,
 )
@@ -63,6 +68,22 @@ def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted() -> None:
         ({"temperature": 3}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": "1"}, "frequency_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"5": None}}, "logit_bias.5"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"05": 1, "5": 1}}, "logit_bias"),
+        ({"logit_bias": {"\u0665": 1}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": "5"}, "max_completion_tokens"),
         ({"seed": 1 << 64}, "seed"),
@@ -89,6 +110,19 @@ def test_text_parts_are_joined_and_a_developer_is_the_system() -> None:
     ask = chat(messages=[{"role": "developer", "content": parts}, {"role": "assistant", "content": None}])
     assert ask.messages == ({"role": "system", "content": "ab"}, {"role": "assistant", "content": ""})
     assert ask.input_length == 2
+
+
+def test_sampling_values_are_read_and_left_out_ones_stay_unknown() -> None:
+    ask = chat(
+        temperature=0.5, top_k=-1, top_p=1, min_p=0.1, repetition_penalty=1.2, presence_penalty=-1,
+        frequency_penalty=2, seed=-3, logit_bias={"7": -100, "3": 1.5}, logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    assert ask.wishes == Wishes(0.5, 0, 1.0, 0.1, 1.2, -1.0, 2.0, -3, ((3, 1.5), (7, -100.0)))
+    assert ask.logprobs == 2
+    assert chat().wishes == Wishes()
+    assert (chat().logprobs, chat(logprobs=True).logprobs) == (None, 0)
+    completion = parse_completion(b'{"model":"m","prompt":"x","logprobs":0}')
+    assert completion.logprobs == 0
 
 
 def test_max_completion_tokens_beats_the_older_name() -> None:

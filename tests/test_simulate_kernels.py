@@ -24,6 +24,7 @@ from ralbuild.simulate.buffers import Tables
 from ralbuild.simulate.cases import Splitter, random_cases, random_draws, text_case
 from ralbuild.simulate.compare import Case, compare_transduce
 from ralbuild.simulate.compare_draws import DrawCase, compare_sample
+from ralbuild.simulate.compare_feedback import compare_around
 from ralbuild.simulate.draws import Draw, draw, noise
 from ralbuild.simulate.faults import FaultError
 from ralbuild.simulate.ptx.parser import parse_module
@@ -99,12 +100,13 @@ def test_the_result_does_not_depend_on_the_wave_or_on_garbage() -> None:
 def test_sample_draws_what_the_formulas_say(arch: str) -> None:
     tables, _ = folded_tables("finance")
     races = arch == "sm_80"
+    count = 32 if races else 8  # their PTX is the same but for its target
     options = Options(shared=shared_bytes("sample", arch), races=races)
     result = compare_sample(
-        module("sample", arch), kernel("sample"), tables, random_draws(tables, 32, 7), options
+        module("sample", arch), kernel("sample"), tables, random_draws(tables, count, 7), options
     )
     assert (result.difference, result.fault, result.races) == (None, None, ())
-    assert (result.cases, result.ties) == (32, 0)
+    assert (result.cases, result.ties) == (count, 0)
 
 
 def test_sample_keeps_banned_phrases_out() -> None:
@@ -125,22 +127,32 @@ def test_sample_keeps_banned_phrases_out() -> None:
     assert result.difference is None
 
 
+@pytest.mark.parametrize("name", ["penalize", "feedback"])
+def test_what_stands_around_the_draw_equals_plain_numpy(name: str) -> None:
+    tables, _ = folded_tables("finance")
+    options = Options(shared=shared_bytes(name), races=True)
+    result = compare_around(module(name), kernel(name), tables, 3, 5, options)
+    assert (result.difference, result.fault, result.races) == (None, None, ())
+    assert (result.cases, result.ok) == (48, True)
+
+
 def test_the_reference_draw_equals_the_tests_own() -> None:
     """Two texts of the same formulas, by two hands."""
     rng = np.random.default_rng(11)
     for k in range(60):
         logits = (rng.standard_normal(1100) * 3).astype(np.float32)
         temperature, top_p = float(rng.choice([0, 0.8, 1.4])), float(rng.choice([1.0, 0.6]))
-        seed, step = int(rng.integers(-(2**62), 2**62)), k
+        top_k, min_p = int(rng.choice([0, 7, 300])), float(rng.choice([0.0, 0.1]))
+        seed, strict = int(rng.integers(-(2**62), 2**62)), bool(k % 3 == 0)
         wall = int(rng.integers(0, 5))
         mine = draw(
-            Draw(logits, 1050, temperature, top_p, seed, step, 9), lambda token, wall=wall: token % 5 > wall
+            Draw(logits, 1050, temperature, top_p, seed, k, 9, top_k, min_p, strict),
+            lambda token, wall=wall: token % 5 > wall,
         )
-        theirs = kernel_reference.sample(
-            logits, tokenizer_size=1050, temperature=temperature, top_p=top_p, seed=seed, step=step, eos_id=9,
-            allows=lambda token, wall=wall: token % 5 > wall,
-        )  # fmt: skip
-        assert (mine.token, mine.refused) == theirs
+        row = kernel_reference.Row(logits, 1050, temperature, top_k, top_p, min_p, seed, k, strict)
+        theirs = kernel_reference.sample(row, lambda token, wall=wall: token % 5 > wall)
+        assert (mine.token, mine.refused) == (9 if theirs.token is None else theirs.token, theirs.refused)
+        assert mine.event == theirs.masked + (theirs.token is None)
     ids = np.arange(3000)
     assert (noise(-5, 3, ids) == kernel_reference.gumbel(kernel_reference.philox_uniform(-5, 3, ids))).all()
 
@@ -181,7 +193,7 @@ def test_a_wrong_kernel_is_named_by_case_token_state_and_rule() -> None:
 
 def test_the_ptx_of_the_architectures_differs_in_its_target_alone() -> None:
     """So what is shown on one holds for the others."""
-    for name in ("transduce", "sample", "html_enhancer"):
+    for name in ("transduce", "sample", "html_enhancer", "penalize", "feedback"):
         texts = {re.sub(r"(?m)^\.target .*$", "", ptx(name, arch)) for arch in ARCHS}
         assert len(texts) == 1
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ralbuild.cli.options import add_config_option
 
 if TYPE_CHECKING:
+    from ralbuild.config.load import LoadedConfig
     from ralbuild.contract.bundle import Profile, Route, Rule
     from ralbuild.fold.rules import RuleSet
 
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(to_plain(answer), indent=2))
         return 0
     _print_route(options.route, matched)
-    _print_profile(profile, rules)
+    _print_profile(loaded, profile, rules)
     _print_input(rule_set)
     for limit in limits:
         print(f"  input    {limit_text(limit)}  {limit.name}")
@@ -69,11 +70,13 @@ def _print_route(name: str, matched: list[Route]) -> None:
         print(f"  also matches {other.match} (priority {other.priority}), which comes later")
 
 
-def _print_profile(profile: Profile, rules: list[Rule]) -> None:
-    for name in ("temperature", "top_p"):
-        value = getattr(profile.sampling, name)
-        if value is not None:
-            print(f"  sampling {name} is {value:g}, whatever the request says")
+def _print_profile(loaded: LoadedConfig, profile: Profile, rules: list[Rule]) -> None:
+    for line in profile.sampling.lines():
+        print(f"  sampling {line}, whatever the request says")
+    action = loaded.actions.get(profile.name)
+    for bias in action.sampling.logit_bias if action else ():
+        token = f"token {bias.id}" if bias.text is None else json.dumps(bias.text, ensure_ascii=False)
+        print(f"  sampling logit_bias {bias.bias:+g} for {token}, whatever the request says")
     for rule in sorted(rules, key=lambda rule: rule.kind != "redact"):
         print(_rule_line(rule.kind, rule))
 

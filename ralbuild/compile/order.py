@@ -24,9 +24,10 @@ class UserStep:
 def step_order(kernels: Sequence[UserStep], declarative: Sequence[int]) -> tuple[str, ...]:
     """Return the names of all steps in launch order.
 
-    A kernel that takes `logits` runs before `sample`. All declarative transformers are one step,
-    `transduce`, at the lowest of their priorities. A kernel of a smaller priority runs between `sample` and
-    `transduce`; the others after it. Among themselves kernels run by ascending priority, ties by file order.
+    A kernel that takes `logits` runs before `penalize`, and `feedback` is last. All declarative transformers
+    are one step, `transduce`, at the lowest of their priorities. A kernel of a smaller priority runs between
+    `sample` and `transduce`; the others after it. Among themselves kernels run by ascending priority, ties by
+    file order.
 
     Args:
         kernels: in file order.
@@ -61,4 +62,4 @@ def step_order(kernels: Sequence[UserStep], declarative: Sequence[int]) -> tuple
             )
         else:
             middle.append(step.spec.name)
-    return (*before, "sample", *middle, "transduce", *after)
+    return (*before, "penalize", "sample", *middle, "transduce", *after, "feedback")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 
-from ralbuild.contract.buffers import BUFFERS, OUTPUT_BYTES, RING_BYTES
+from ralbuild.contract.buffers import BIAS_ROOM, BUFFERS, OUTPUT_BYTES, RING_BYTES
 from ralbuild.contract.codec import canonical_json, sha256_hex
 from ralbuild.contract.transducer import STATE_BITS
 
@@ -19,10 +19,14 @@ SCALAR_SIZES: Mapping[str, int] = {
 ELEMENT_SIZES: Mapping[str, int] = {**SCALAR_SIZES, "i1": 1, "fp16": 2, "bf16": 2}
 """Types that a pointer may point to."""
 
-CANDIDATES = 256
-"""Tokens that the sampler offers to the ban automaton before it ends the text."""
+CANDIDATES = 16
+"""Tokens that the sampler offers to the ban automaton before it masks the whole row."""
 SAMPLE_BLOCK = 1024
 """Ids per pass of the sampler's loop; part of the noise formula in docs/kernels.md."""
+SCAN_BLOCK = 2048
+"""Ids per pass of the loops whose result does not depend on it."""
+FEEDBACK_SLOTS = 1024
+"""Slots that the one program of `feedback` serves: `max_batch_size` is at most this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +89,32 @@ def type_align(triton_type: str) -> int:
 
 
 def builtin_specs() -> tuple[KernelSpec, ...]:
-    """Return the built-in kernels in launch order: ``sample``, then ``transduce``.
+    """Return the built-in kernels in launch order; user kernels come before ``feedback``, in the patch.
 
     They hold no rule and no size of a model: tables are buffers, so one compilation serves every config.
     """
     transduce = {"RING": RING_BYTES, "OUTPUT": OUTPUT_BYTES, "LANES": 32, "STATE_BITS": STATE_BITS}
-    sample = {"BLOCK": SAMPLE_BLOCK, "CANDIDATES": CANDIDATES}
+    sample = {"BLOCK": SAMPLE_BLOCK, "WIDE": SCAN_BLOCK, "CANDIDATES": CANDIDATES}
     return (
+        _builtin("penalize", _PENALIZE, {"BLOCK": SCAN_BLOCK, "ROOM": BIAS_ROOM}, num_warps=8),
         _builtin("sample", _SAMPLE, sample, num_warps=8),
         _builtin("transduce", _TRANSDUCE, transduce, num_warps=1),
+        _builtin("feedback", _FEEDBACK, {"BLOCK": FEEDBACK_SLOTS}, num_warps=4),
     )
 
 
+_PENALIZE = (
+    "logits vocab_size tokenizer_size repetition_penalty presence_penalty frequency_penalty counts "
+    "bias_ids bias_values bias_count done"
+)
 _SAMPLE = (
-    "logits vocab_size tokenizer_size temperature top_p seed step eos_id token token_offsets token_bytes "
-    "ban_class ban_next ban_classes ban_state ban_events fst_state"
+    "logits vocab_size tokenizer_size temperature top_k top_p min_p seed step eos_id eos_ids eos_count "
+    "token token_offsets token_bytes ban_class ban_next ban_classes ban_accepts ban_strict ban_state "
+    "ban_events draw_event done"
+)
+_FEEDBACK = (
+    "token fst_state step max_steps counts vocab_size ban_events draw_event slots done input_id position "
+    "counters"
 )
 _TRANSDUCE = (
     "token tokenizer_size eos_ids eos_count token_offsets token_bytes fst_class fst_next fst_final "

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import re
+import types
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -300,6 +301,8 @@ def _field_names(kind: type[BaseModel], loc: KeyPath) -> list[str]:
         if isinstance(here, type) and issubclass(here, BaseModel):
             fields = {field.alias or name: field for name, field in here.model_fields.items()}
             here = fields[str(part)].annotation if str(part) in fields else None
+            if isinstance(here, types.UnionType):  # an optional mapping
+                here = next(item for item in typing.get_args(here) if item is not types.NoneType)
         else:  # a list or dict of models: its last type argument is the item's type
             here = typing.get_args(here)[-1] if typing.get_args(here) else None
     if isinstance(here, type) and issubclass(here, BaseModel):

@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from ralbuild.config.regex import parse_regex, parse_route
+from ralbuild.config.regex import parse_class, parse_regex, parse_route
+from ralbuild.contract.buffers import BIAS_ROOM
 from ralbuild.pins import load_pins
 
 ARCHITECTURES = load_pins().cubin.archs
@@ -133,17 +143,157 @@ class Redact(Model):
         return self
 
 
-class Sampling(Model):
-    """Sampling values that the action imposes on the request."""
+class Range(Model):
+    """Least and most that a request may ask for; what lies outside is moved to the nearer end."""
 
-    temperature: float | None = Field(
-        default=None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy."
+    min: float | None = Field(default=None, allow_inf_nan=False)
+    max: float | None = Field(default=None, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Range:
+        if self.min is None and self.max is None:
+            raise ValueError("needs 'min', 'max' or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"needs 'min' of at most 'max', found {self.min:g} above {self.max:g}")
+        return self
+
+
+SAMPLING_LIMITS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_k": (0, 1_000_000),
+    "top_p": (0.0001, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+"""Least and most of every sampling value that can be imposed or bounded."""
+
+
+def _bounded(name: str, description: str) -> Any:
+    """Declare a sampling value: a number that is imposed, or a range."""
+    least, most = SAMPLING_LIMITS[name]
+    kind = "integer" if name == "top_k" else "number"
+    number: dict[str, Any] = {"type": kind, "minimum": least, "maximum": most}
+    span: dict[str, Any] = {
+        "type": "object",
+        "properties": {"min": number, "max": number},
+        "additionalProperties": False,
+    }
+    choice: Any = [number, {**span, "minProperties": 1}]
+
+    def describe(schema: dict[str, Any]) -> None:
+        schema["anyOf"] = choice
+
+    return Field(default=None, description=description, json_schema_extra=describe)
+
+
+class LogitBias(Model):
+    """A bias for one token. Give exactly one of `text` and `id`."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["text"]}, {"required": ["id"]}]})
+
+    text: OutputText | None = Field(
+        default=None, description="Text of exactly one token, leading space included; looked up at build."
     )
-    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False, description="Nucleus mass.")
+    id: int | None = Field(default=None, ge=0, description="Token id.")
+    bias: float = Field(
+        ge=-100, le=100, allow_inf_nan=False, description="Added to the logit; -100 all but forbids a token."
+    )
+
+    @model_validator(mode="after")
+    def _one_token(self) -> LogitBias:
+        if (self.text is None) == (self.id is None) or self.text == "":
+            raise ValueError("needs exactly one of 'text' and 'id'")
+        return self
+
+
+class Sampling(Model):
+    """What the action imposes on sampling. A number is imposed; `{min: , max: }` bounds the request's own."""
+
+    temperature: Range | None = _bounded("temperature", "0 is greedy.")
+    greedy: Literal[True] | None = Field(
+        default=None, description="`true`: always the likeliest token, which is temperature 0."
+    )
+    top_k: Range | None = _bounded("top_k", "Likeliest tokens kept; 0 keeps all.")
+    top_p: Range | None = _bounded("top_p", "Nucleus mass kept.")
+    min_p: Range | None = _bounded("min_p", "Least share of the likeliest token's probability.")
+    repetition_penalty: Range | None = _bounded(
+        "repetition_penalty", "Above 1: tokens of prompt and answer become less likely."
+    )
+    presence_penalty: Range | None = _bounded("presence_penalty", "Taken once from tokens that were drawn.")
+    frequency_penalty: Range | None = _bounded(
+        "frequency_penalty", "Taken from tokens for each time they were drawn."
+    )
+    seed: int | None = Field(
+        default=None, ge=-(1 << 63), lt=1 << 63, description="One seed for every request: repeatable answers."
+    )
+    logit_bias: list[LogitBias] = Field(
+        default=[], max_length=BIAS_ROOM // 2, description="Beats the request's bias for the same token."
+    )
+
+    @field_validator(*SAMPLING_LIMITS, mode="before")
+    @classmethod
+    def _as_range(cls, value: Any) -> Any:
+        """One number imposes itself: it is both ends of the range."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return {"min": value, "max": value}
+        if value is None or isinstance(value, dict):
+            return value
+        raise ValueError("needs a number, or a mapping with 'min', 'max' or both")
+
+    @field_validator(*SAMPLING_LIMITS)
+    @classmethod
+    def _within_limits(cls, found: Range | None, info: ValidationInfo) -> Range | None:
+        name = str(info.field_name)
+        least, most = SAMPLING_LIMITS[name]
+        for end in (found.min, found.max) if found else ():
+            if end is not None and not least <= end <= most:
+                raise ValueError(f"needs a number from {least:g} to {most:g}, found {end:g}")
+            if end is not None and name == "top_k" and end != int(end):
+                raise ValueError(f"needs a whole number, found {end:g}")
+        return found
+
+    @model_validator(mode="after")
+    def _greedy_or_warm(self) -> Sampling:
+        if self.greedy and self.temperature is not None:
+            raise ValueError("'greedy' is temperature 0; give one of the two")
+        return self
+
+
+def _class(text: str) -> str:
+    parse_class(text)
+    return text
+
+
+class Allow(Model):
+    """All that an answer may be: one of `texts`, or any text of `characters` alone, or either."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": ["texts"]}, {"required": ["characters"]}]}
+    )
+
+    texts: Annotated[list[Literal_], Field(min_length=1)] | None = Field(
+        default=None,
+        max_length=2_000,
+        description="The answer is exactly one of these, in this case, and then ends.",
+    )
+    characters: Annotated[str, Field(max_length=1000), AfterValidator(_class)] | None = Field(
+        default=None,
+        description="The inside of a character class, such as `0-9.,`: any number of these characters.",
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> Allow:
+        if self.texts is None and self.characters is None:
+            raise ValueError("needs 'texts', 'characters' or both")
+        return self
 
 
 class Action(Model):
     """What happens to the requests of a route."""
+
+    allow: Allow | None = Field(default=None, description="The only texts that may be generated.")
 
     ban: list[Literal_] = Field(
         default=[],

@@ -89,6 +89,18 @@ def parse_regex(text: str) -> Node:
     return node
 
 
+def parse_class(text: str) -> Chars:
+    """Parse the inside of a character class, such as ``0-9.,``.
+
+    Raises:
+        ValueError: when it is not that, or matches nothing.
+    """
+    node = parse_regex(f"[{text}]") if text else None
+    if not isinstance(node, Chars):
+        raise ValueError("needs the inside of a character class; write \\] and \\\\ for ] and \\")
+    return node
+
+
 @dataclass(frozen=True, slots=True)
 class RouteRegex:
     """The regular expression of a route: it must match the whole name, so its length is not bounded."""

@@ -12,6 +12,12 @@ RING_BYTES = 1024
 """R: raw text kept per slot; a power of two above the longest token plus the longest hold-back."""
 OUTPUT_BYTES = 4096
 """O: bytes that one step may emit per slot."""
+BIAS_ROOM = 1024
+"""K: tokens of one text that may have a logit bias."""
+PROMPT_FLAG, COUNT_MASK = -0x8000, 0x7FFF
+"""Parts of an entry of `counts`: the id is in the prompt; how often it was drawn, up to this."""
+COUNTERS = ("steps", "tokens", "ended", "refused", "masked", "dead")
+"""Entries of `counters`, by `feedback`'s order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,16 @@ BUFFERS: dict[str, Buffer] = {
     "vocab_size": Buffer("i32", "", "V, columns of a logits row"),
     "tokenizer_size": Buffer("i32", "", "ids at and above this are masked"),
     "temperature": Buffer("*fp32", "B", "0 takes the largest logit"),
+    "top_k": Buffer("*i32", "B", "tokens kept; 0 keeps all"),
     "top_p": Buffer("*fp32", "B", "nucleus mass; 1 keeps all"),
+    "min_p": Buffer("*fp32", "B", "least share of the largest probability; 0 keeps all"),
+    "repetition_penalty": Buffer("*fp32", "B", "above 0; 1 changes nothing"),
+    "presence_penalty": Buffer("*fp32", "B", "taken once from the logit of a drawn id"),
+    "frequency_penalty": Buffer("*fp32", "B", "taken from the logit of a drawn id for each time"),
+    "counts": Buffer("*i16", "B, V", "by id: times drawn, and the sign bit for ids of the prompt"),
+    "bias_ids": Buffer("*i32", "B, K", "ids with a logit bias, each once"),
+    "bias_values": Buffer("*fp32", "B, K", "what is added to their logits"),
+    "bias_count": Buffer("*i32", "B", "entries used of bias_ids"),
     "seed": Buffer("*i64", "B", "Philox key of the request"),
     "step": Buffer("*i32", "B", "tokens sampled so far for the request"),
     "eos_id": Buffer("i32", "", "id that the sampler falls back to; one of eos_ids"),
@@ -40,8 +55,11 @@ BUFFERS: dict[str, Buffer] = {
     "ban_class": Buffer("*u8", "256", "byte to class, ban automaton"),
     "ban_next": Buffer("*i32", "S * C", "next state, ban automaton"),
     "ban_classes": Buffer("i32", "", "C of the ban automaton"),
+    "ban_accepts": Buffer("*u8", "S", "1 where the text may end, ban automaton"),
+    "ban_strict": Buffer("*i32", "B", "1 when the profile has an allow: illegal tokens are masked first"),
     "ban_state": Buffer("*i32", "B", "state of the ban automaton"),
-    "ban_events": Buffer("*i32", "B", "candidates refused so far"),
+    "ban_events": Buffer("*i32", "B", "candidates refused by the last step"),
+    "draw_event": Buffer("*i32", "B", "last step: 1 it masked the whole row, 2 and no token was legal"),
     "fst_class": Buffer("*u8", "256", "byte to class, transducer"),
     "fst_next": Buffer("*i32", "S * C", "packed state and program, transducer"),
     "fst_final": Buffer("*i32", "S", "program at the end of the text"),
@@ -57,6 +75,12 @@ BUFFERS: dict[str, Buffer] = {
     "output": Buffer("*u8", "B, O", "text decided in this step"),
     "output_len": Buffer("*i32", "B", "bytes decided in this step; what exceeds O is lost"),
     "rule_events": Buffer("*i32", "rules", "matches by rule id, all slots"),
+    "slots": Buffer("i32", "", "B"),
+    "max_steps": Buffer("*i32", "B", "tokens that the request may have"),
+    "done": Buffer("*i32", "B", "1 once the text has ended, or the slot is free"),
+    "input_id": Buffer("*i64", "B", "the model's next input id"),
+    "position": Buffer("*i64", "B", "the position of that input"),
+    "counters": Buffer("*i64", "6", "since start: steps, tokens, ended, refused, masked, dead"),
     "terms": Buffer("*i32", "T", "token ids of the terms in a user kernel's own config"),
     "term_count": Buffer("i32", "", "T"),
 }

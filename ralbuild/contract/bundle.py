@@ -100,11 +100,75 @@ class PatchStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling values that a route imposes; None leaves the request's own."""
+class Bounds:
+    """What a route lets a sampling value be; equal ends impose one value."""
 
-    temperature: float | None
-    top_p: float | None
+    least: float
+    most: float
+
+    def clamp(self, value: float) -> float:
+        """Return the nearest value within the bounds."""
+        return min(max(value, self.least), self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBias:
+    """A number added to the logit of one token id."""
+
+    token: int
+    bias: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling values that a route imposes or bounds; None leaves the request's own.
+
+    Attributes:
+        temperature, top_k, top_p, min_p: how the distribution is cut; top_k 0 keeps all tokens.
+        repetition_penalty, presence_penalty, frequency_penalty: of tokens that occurred before.
+        seed: one seed for every request.
+        logit_bias: by rising id; beats the request's for the same id.
+    """
+
+    temperature: Bounds | None = None
+    top_k: Bounds | None = None
+    top_p: Bounds | None = None
+    min_p: Bounds | None = None
+    repetition_penalty: Bounds | None = None
+    presence_penalty: Bounds | None = None
+    frequency_penalty: Bounds | None = None
+    seed: int | None = None
+    logit_bias: tuple[TokenBias, ...] = ()
+
+    @property
+    def bounded(self) -> tuple[tuple[str, Bounds], ...]:
+        """The values that are imposed or bounded, by name."""
+        found = ((name, getattr(self, name)) for name in BOUNDED_VALUES)
+        return tuple((name, bounds) for name, bounds in found if bounds is not None)
+
+    def lines(self) -> tuple[str, ...]:
+        """Say for people what is imposed, one value a line."""
+        out = [
+            f"{name} {bounds.least:g}"
+            if bounds.least == bounds.most
+            else f"{name} {bounds.least:g} to {bounds.most:g}"
+            for name, bounds in self.bounded
+        ]
+        if self.seed is not None:
+            out.append(f"seed {self.seed}")
+        out += [f"logit_bias {item.bias:+g} for token {item.token}" for item in self.logit_bias]
+        return tuple(out)
+
+
+BOUNDED_VALUES = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +176,7 @@ class Rule:
     """One compiled rule, for counters and for people.
 
     Attributes:
-        kind: ``bold``, ``redact``, ``escape``, ``append``, ``ban`` or ``replace`` (input).
+        kind: ``bold``, ``redact``, ``escape``, ``append``, ``ban``, ``allow`` or ``replace`` (input).
         text: the literal that it matches.
         source: the transformer, action or filter it comes from.
         place: ``line:column`` in the config, or ``built-in``.

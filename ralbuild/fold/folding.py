@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ralbuild.config.load import LoadedConfig
 from ralbuild.contract.buffers import OUTPUT_BYTES, RING_BYTES
@@ -15,6 +15,7 @@ from ralbuild.fold.bans import build_bans
 from ralbuild.fold.input_rules import input_limits
 from ralbuild.fold.routes import Overlaps, RoutePatterns
 from ralbuild.fold.rules import ProfileRules, RuleSet, collect_rules
+from ralbuild.fold.sampling import resolve_biases
 from ralbuild.fold.transducer import TransducerBuilder, TransducerSize
 
 SELF_TEST_RULES = 4
@@ -56,9 +57,11 @@ def fold(loaded: LoadedConfig, tokens: Sequence[bytes]) -> Folded:
         CompileError: when the tables outgrow their budget or a token its ring buffer.
     """
     rule_set = collect_rules(loaded)
+    rule_set = replace(rule_set, profiles=resolve_biases(rule_set.profiles, loaded, tokens))
+    _check_spelling(rule_set, tokens)
     data, size = TransducerBuilder(rule_set.rules_of).build(len(rule_set.rules))
     _check_buffers(size, max((len(token) for token in tokens), default=0))
-    bans = build_bans(tuple(rules.bans for rules in rule_set.rules_of))
+    bans = build_bans([rules.limits for rules in rule_set.rules_of])
     patterns = route_patterns(loaded, rule_set)
     return Folded(
         rule_set,
@@ -77,6 +80,20 @@ def route_patterns(loaded: LoadedConfig, rule_set: RuleSet) -> RoutePatterns:
     """Return the patterns of the routing rules, in the order in which they are tried."""
     places = [f"{loaded.path.name}:{route.place}" for route in rule_set.routes]
     return RoutePatterns([route.match for route in rule_set.routes], places)
+
+
+def _check_spelling(rule_set: RuleSet, tokens: Sequence[bytes]) -> None:
+    """Refuse an allowed text that no tokens spell: the model could begin it and never end it.
+
+    A byte that is a token of its own can always be written; tokenizers of today have all 256.
+    """
+    alone = {token for token in tokens if len(token) == 1}
+    whole = set(tokens)
+    for rules in rule_set.rules_of:
+        for text in rules.limits.texts:
+            if text not in whole and any(text[at : at + 1] not in alone for at in range(len(text))):
+                message = f"the tokenizer has no token for a byte of {text.decode()!r}"
+                raise CompileError(message, place=f"action {rules.limits.name!r}: allow")
 
 
 def _check_buffers(size: TransducerSize, longest_token: int) -> None:

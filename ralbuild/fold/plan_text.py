@@ -26,6 +26,7 @@ def plan_text(bundle: Bundle, bundle_sha256: str, size: TransducerSize) -> str:
         f"{bundle.engine.max_batch_size} slots of {bundle.engine.max_seq_len} positions",
         "",
         f"Decode step: model, then {', then '.join(step.kernel for step in bundle.patch)}",
+        f"Launches a step: {len(bundle.patch)}",
         "",
         "Routes, first match wins",
     ]
@@ -81,11 +82,7 @@ def limit_text(limit: InputLimit) -> str:
 
 
 def _profile_lines(bundle: Bundle, profile: Profile) -> list[str]:
-    imposed = {
-        "temperature": profile.sampling.temperature,
-        "top_p": profile.sampling.top_p,
-    }
-    sampling = ", ".join(f"{name} {value:g}" for name, value in imposed.items() if value is not None)
+    sampling = ", ".join(profile.sampling.lines())
     lines = [f"  {profile.name}" + (f" ({sampling})" if sampling else "")]
     for number in profile.rules:
         rule = bundle.rules[number]

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 from ralbuild.config.load import LoadedConfig
 from ralbuild.config.model import Action
-from ralbuild.config.regex import Node, parse_regex
+from ralbuild.config.regex import Node, parse_class, parse_regex
 from ralbuild.contract.bundle import Profile, Route, Rule, Sampling
 from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT
+from ralbuild.fold.bans import NO_LIMITS, Limits
 from ralbuild.fold.input_rules import replacements
+from ralbuild.fold.sampling import imposed_sampling
 
 REDACTION, MARKUP = 0, 1
 HTML_ENTITIES = ((b"&", b"&amp;"), (b"<", b"&lt;"), (b">", b"&gt;"), (b'"', b"&quot;"), (b"'", b"&#x27;"))
@@ -71,7 +73,7 @@ class ProfileRules:
     texts: tuple[TextRule, ...] = ()
     append: bytes = b""
     append_id: int = 0
-    bans: tuple[bytes, ...] = ()
+    limits: Limits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +147,31 @@ class _Collector:
                     replacement=item.with_.encode(),
                 )
             )
-        bans = []
-        for index, phrase in enumerate(action.ban):
-            self.add("ban", phrase, name, self.loaded.place(*at, "ban", index))
-            bans.append(phrase.encode())
+        limits = self._limits(name, action)
         append, append_id = b"", 0
         if action.append:
             append = action.append.encode()
             append_id = self.add("append", action.append, name, self.loaded.place(*at, "append"))
-        return ProfileRules(tuple(texts), append, append_id, tuple(bans))
+        return ProfileRules(tuple(texts), append, append_id, limits)
+
+    def _limits(self, name: str, action: Action) -> Limits:
+        """Return what the action bans and allows."""
+        at = ("actions", name)
+        for index, phrase in enumerate(action.ban):
+            self.add("ban", phrase, name, self.loaded.place(*at, "ban", index))
+        allow = action.allow
+        texts = (allow.texts or []) if allow else []
+        for index, text in enumerate(texts):
+            self.add("allow", text, name, self.loaded.place(*at, "allow", "texts", index))
+        characters = allow.characters if allow else None
+        if characters is not None:
+            self.add("allow", f"[{characters}]", name, self.loaded.place(*at, "allow", "characters"))
+        return Limits(
+            tuple(phrase.encode() for phrase in action.ban),
+            tuple(text.encode() for text in texts),
+            parse_class(characters) if characters is not None else None,
+            name,
+        )
 
     def filters(self) -> list[TextRule]:
         return [
@@ -174,7 +192,7 @@ def collect_rules(loaded: LoadedConfig) -> RuleSet:
     collector = _Collector(loaded)
     shared = tuple(collector.enhancers())
     shared_ids = range(len(collector.rules))
-    none = Sampling(None, None)
+    none = Sampling()
     profiles = [Profile("default", tuple(shared_ids), none)]
     sets = [ProfileRules(shared)]
     index_of: dict[str, int] = {}
@@ -184,7 +202,7 @@ def collect_rules(loaded: LoadedConfig) -> RuleSet:
         own = collector.action(name, action)
         ids = (*range(first, len(collector.rules)), *shared_ids)
         index_of[name] = len(profiles)
-        profiles.append(Profile(name, ids, Sampling(action.sampling.temperature, action.sampling.top_p)))
+        profiles.append(Profile(name, ids, imposed_sampling(action.sampling)))
         sets.append(replace(own, texts=(*own.texts, *shared)))
     first = len(collector.rules)
     sets.append(ProfileRules(tuple(collector.filters())))

@@ -23,7 +23,7 @@ from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.log import log_event
 from ralbuild.runtime.metrics import CONTENT_TYPE, Metrics
-from ralbuild.runtime.orders import Order, Piece
+from ralbuild.runtime.orders import Order, Piece, TokenLogprob
 from ralbuild.runtime.preparing import HungUpError, Preparation
 from ralbuild.runtime.replies import PING, Reply
 from ralbuild.runtime.requests import Ask, parse_chat, parse_completion
@@ -144,6 +144,7 @@ class Api:
             model=ask.model,
             prompt_tokens=len(order.prompt),
             include_usage=ask.include_usage,
+            logprobs=ask.logprobs is not None,
         )
         answer = _Answer(reply, mailbox, facts, partial(service.engine.cancel, generation))
         return answer.stream if ask.stream else await answer.whole(request.receive)
@@ -221,16 +222,18 @@ class _Answer:
     async def whole(self, receive: Receive) -> Response:
         """Wait for the last piece and return the answer."""
         texts = []
+        logprobs: list[TokenLogprob] = []
         async with self._watched(receive):
             while piece := await self._mailbox.take():
                 texts.append(piece.text)
+                logprobs += piece.logprobs
                 if self._ended(piece):
                     break
         if piece is None:
             return Response(status_code=499)  # nobody reads it; the number is for the log
         if piece.error:
             raise ApiError(500, "engine_error", piece.error)
-        return JSONResponse(self._reply.whole("".join(texts), piece))
+        return JSONResponse(self._reply.whole("".join(texts), piece, logprobs))
 
     async def stream(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send events as pieces come; this method is the ASGI response."""

@@ -164,7 +164,7 @@ class Engine:
             self._reading.append(generation)
             self._reserved += cost
             order = generation.order
-            slot = self._graph.patch.open(order.profile, order.draw)
+            slot = self._graph.patch.open(order.profile, order.draw, order.prompt)
             generation.lane = self._graph.open(slot, len(order.prompt))
             self._metrics.prompt_tokens.inc(len(order.prompt))
 
@@ -204,13 +204,15 @@ class Engine:
             finish = "stop"
         elif slot.step >= generation.order.max_tokens:
             finish = "length"
+        ended = slot.token in self._eos
+        logprobs = (slot.logprob,) if slot.logprob is not None and not ended else ()
         if not finish:
-            if text:
-                generation.sink(Piece(text, slot.step))
+            if text or logprobs:
+                generation.sink(Piece(text, slot.step, logprobs=logprobs))
             return
         text += stream.end(*patch.finish(slot, generation.order.profile, cut=stream.stopped))
         self._metrics.count_rules(slot)
-        self._end(generation, Piece(text, slot.step, finish=finish))
+        self._end(generation, Piece(text, slot.step, finish=finish, logprobs=logprobs))
 
     def _end(self, generation: Generation, piece: Piece) -> None:
         with self._wake:

@@ -87,8 +87,11 @@ class Metrics:
         self.refused = Counter(
             "ralbuild_ban_refusals", "Candidate tokens that a ban refused.", registry=registry
         )
+        self.masked = Counter(
+            "ralbuild_draws_masked", "Draws for which every token was looked at.", registry=registry
+        )
         self.exhausted = Counter(
-            "ralbuild_ban_exhausted", "Texts ended because every candidate was banned.", registry=registry
+            "ralbuild_ban_exhausted", "Texts ended because no token was legal.", registry=registry
         )
         Gauge("container_cuda_mem_advise_zeroed_bytes", _ZEROED_HELP, registry=registry).set(0)
 
@@ -109,6 +112,9 @@ class Metrics:
         if slot.refused:
             self.refused.inc(slot.refused)
             slot.refused = 0
+        if slot.masked:
+            self.masked.inc(slot.masked)
+            slot.masked = 0
         if slot.exhausted:
             self.exhausted.inc()
             slot.exhausted = False

@@ -29,13 +29,32 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """A token that could have come: its bytes and log probability."""
+
+    data: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A drawn token, its log probability, and the likeliest tokens in its place."""
+
+    data: bytes
+    logprob: float
+    top: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What became certain in one step; ``tokens`` counts all tokens drawn so far.
 
-    The last piece has ``finish`` (``stop`` or ``length``) or ``error``.
+    The last piece has ``finish`` (``stop`` or ``length``) or ``error``. ``logprobs`` are of the tokens
+    drawn since the piece before, when the request asks for them; the end token has none.
     """
 
     text: str
     tokens: int
     finish: str = ""
     error: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()

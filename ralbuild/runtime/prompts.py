@@ -31,6 +31,7 @@ class Prompts:
         self._profile = bundle.input_profile
         self._rewrites = bool(bundle.profiles[bundle.input_profile].rules)
         self._machine = tables.machine
+        self.vocab = tables.vocab
         self._tokenizer = tokenizer
         self._template = template
         self._metrics = metrics

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ralbuild.runtime.orders import Piece
+from ralbuild.runtime.orders import Alternative, Piece, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -27,6 +28,7 @@ class Reply:
         model: as the client named it.
         prompt_tokens: tokens of the prompt.
         include_usage: end a stream with a usage event.
+        logprobs: tokens come with their log probabilities.
     """
 
     chat: bool
@@ -35,10 +37,12 @@ class Reply:
     model: str
     prompt_tokens: int
     include_usage: bool
+    logprobs: bool = False
 
-    def whole(self, text: str, last: Piece) -> dict[str, Any]:
+    def whole(self, text: str, last: Piece, logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
         """Return the unary answer."""
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": last.finish}
+        shown = self._logprobs(logprobs)
+        choice: dict[str, Any] = {"index": 0, "logprobs": shown, "finish_reason": last.finish}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
@@ -57,8 +61,11 @@ class Reply:
             error = {"message": piece.error, "type": "server_error", "param": None, "code": "engine_error"}
             yield _data({"error": error})
             return
+        if piece.logprobs and not piece.text:
+            yield self._event(self._delta(""), logprobs=piece.logprobs)
         for begin in range(0, len(piece.text), _MOST_CHARACTERS):
-            yield self._event(self._delta(piece.text[begin : begin + _MOST_CHARACTERS]))
+            text = piece.text[begin : begin + _MOST_CHARACTERS]
+            yield self._event(self._delta(text), logprobs=piece.logprobs if begin == 0 else ())
         if piece.finish:
             end: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
             yield self._event(end, piece.finish)
@@ -69,8 +76,11 @@ class Reply:
     def _delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self.chat else {"text": text}
 
-    def _event(self, content: dict[str, Any], finish: str | None = None) -> bytes:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+    def _event(
+        self, content: dict[str, Any], finish: str | None = None, logprobs: Sequence[TokenLogprob] = ()
+    ) -> bytes:
+        shown = self._logprobs(logprobs) if logprobs else None
+        choice = {"index": 0, **content, "logprobs": shown, "finish_reason": finish}
         event = {**self._chunk_head(), "choices": [choice]}
         if self.include_usage:
             event["usage"] = None
@@ -83,12 +93,37 @@ class Reply:
         prefix = "chatcmpl" if self.chat else "cmpl"
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
+    def _logprobs(self, items: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """Return the tokens and their log probabilities in the shape of the API; None when not asked for."""
+        if not self.logprobs:
+            return None
+        if self.chat:
+            content = [
+                {**_token(item), "top_logprobs": [_token(other) for other in item.top]} for item in items
+            ]
+            return {"content": content, "refusal": None}
+        texts = [_text(item.data) for item in items]
+        return {
+            "tokens": texts,
+            "token_logprobs": [item.logprob for item in items],
+            "top_logprobs": [{_text(other.data): other.logprob for other in item.top} for item in items],
+            "text_offset": [0, *itertools.accumulate(len(text) for text in texts)][: len(texts)],
+        }
+
     def _usage(self, last: Piece) -> dict[str, int]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": last.tokens,
             "total_tokens": self.prompt_tokens + last.tokens,
         }
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def _token(item: TokenLogprob | Alternative) -> dict[str, Any]:
+    return {"token": _text(item.data), "logprob": item.logprob, "bytes": list(item.data)}
 
 
 def _data(value: dict[str, Any]) -> bytes:

@@ -12,6 +12,9 @@ from ralbuild.runtime.errors import ApiError
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 """Length of one stop string in UTF-8: an automaton is made of it for every request."""
+MAX_LOGIT_BIAS = 300
+"""Tokens that one request may bias."""
+MAX_TOP_LOGPROBS = 20
 _SHOWN = 80
 """Characters of a wrong value that an error repeats."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -19,8 +22,6 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "n": lambda value: value != 1,
     "best_of": lambda value: value != 1,
-    "logprobs": lambda value: value is not False,
-    "top_logprobs": lambda value: value != 0,
     "echo": lambda value: value is not False,
     "suffix": lambda value: value != "",
     "tools": lambda value: value != [],
@@ -28,13 +29,50 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "functions": lambda value: value != [],
     "function_call": lambda value: value not in ("none", "auto"),
     "response_format": lambda value: value != {"type": "text"},
-    "logit_bias": lambda value: value != {},
-    "presence_penalty": lambda value: value != 0,
-    "frequency_penalty": lambda value: value != 0,
     "modalities": lambda value: value != ["text"],
     "prediction": lambda _: True,
+    # What other servers of this API know beyond OpenAI's fields.
+    "allowed_token_ids": lambda value: value != [],
+    "bad_words": lambda value: value != [],
+    "bad_words_ids": lambda value: value != [],
+    "grammar": lambda value: value != "",
+    "guided_choice": lambda _: True,
+    "guided_grammar": lambda _: True,
+    "guided_json": lambda _: True,
+    "guided_regex": lambda _: True,
+    "ignore_eos": lambda value: value is not False,
+    "json_schema": lambda _: True,
+    "length_penalty": lambda value: value != 1,
+    "logits_processors": lambda value: value != [],
+    "min_tokens": lambda value: value != 0,
+    "mirostat": lambda value: value != 0,
+    "no_repeat_ngram_size": lambda value: value != 0,
+    "prompt_logprobs": lambda _: True,
+    "repeat_penalty": lambda value: value != 1,
+    "skip_special_tokens": lambda value: value is not True,
+    "stop_token_ids": lambda value: value != [],
+    "structured_outputs": lambda _: True,
+    "truncate_prompt_tokens": lambda _: True,
+    "typical_p": lambda value: value != 1,
+    "use_beam_search": lambda value: value is not False,
+    "xtc_probability": lambda value: value != 0,
 }
 """Fields whose effect would be missing from the answer, and when they ask for it. Null never asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The sampling values of a request; None where the client left one out."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +84,8 @@ class Ask:
         messages: role and text pairs of a chat; empty for a completion.
         prompt: text of a completion.
         max_tokens: None when the client set no limit.
-        temperature, top_p: None when the client left them out.
-        seed: None when the client left it out.
+        wishes: how to sample.
+        logprobs: alternatives to report with each token; None reports nothing.
         stops: stop strings.
         stream, include_usage: how to answer.
     """
@@ -56,9 +94,8 @@ class Ask:
     messages: tuple[dict[str, str], ...]
     prompt: str
     max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
+    wishes: Wishes
+    logprobs: int | None
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
@@ -81,7 +118,8 @@ def parse_chat(body: bytes) -> Ask:
         raise _wrong("messages", "needs a list of at least one message")
     checked = tuple(_message(item, f"messages[{index}]") for index, item in enumerate(messages))
     longest = plain.get("max_completion_tokens")
-    return _ask(plain, checked, "", "max_completion_tokens" if longest is not None else "max_tokens", None)
+    limit = "max_completion_tokens" if longest is not None else "max_tokens"
+    return _ask(plain, checked, "", limit, None, _chat_logprobs(plain))
 
 
 def parse_completion(body: bytes) -> Ask:
@@ -97,7 +135,8 @@ def parse_completion(body: bytes) -> Ask:
     if not isinstance(prompt, str):
         message = "needs one string; several prompts and token ids are not supported, for the rules read text"
         raise _wrong("prompt", message)
-    return _ask(plain, (), prompt, "max_tokens", 16)
+    # OpenAI's older API: `logprobs` is the number of alternatives itself.
+    return _ask(plain, (), prompt, "max_tokens", 16, _integer(plain, "logprobs", 0, MAX_TOP_LOGPROBS, None))
 
 
 def _ask(
@@ -106,6 +145,7 @@ def _ask(
     prompt: str,
     limit: str,
     default: int | None,
+    logprobs: int | None,
 ) -> Ask:
     for name, asks in _UNSUPPORTED.items():
         value = plain.get(name)
@@ -124,13 +164,49 @@ def _ask(
         messages=messages,
         prompt=prompt,
         max_tokens=_integer(plain, limit, 1, 1 << 31, default),
-        temperature=_float(plain, "temperature", 0.0, 2.0),
-        top_p=_float(plain, "top_p", 0.0, 1.0),
-        seed=_integer(plain, "seed", -(1 << 63), (1 << 63) - 1, None),
+        wishes=_wishes(plain),
+        logprobs=logprobs,
         stops=_stops(plain.get("stop")),
         stream=_flag(plain, "stream"),
         include_usage=_flag(options or {}, "include_usage"),
     )
+
+
+def _wishes(plain: dict[str, Any]) -> Wishes:
+    top_k = _integer(plain, "top_k", -1, (1 << 31) - 1, None)
+    return Wishes(
+        temperature=_float(plain, "temperature", 0.0, 2.0),
+        top_k=0 if top_k == -1 else top_k,  # both are in use for "all"
+        top_p=_float(plain, "top_p", 0.0, 1.0),
+        min_p=_float(plain, "min_p", 0.0, 1.0),
+        repetition_penalty=_float(plain, "repetition_penalty", 0.01, 10.0),
+        presence_penalty=_float(plain, "presence_penalty", -2.0, 2.0),
+        frequency_penalty=_float(plain, "frequency_penalty", -2.0, 2.0),
+        seed=_integer(plain, "seed", -(1 << 63), (1 << 63) - 1, None),
+        logit_bias=_logit_bias(plain.get("logit_bias")),
+    )
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
+        raise _wrong("logit_bias", f"needs an object of at most {MAX_LOGIT_BIAS} token ids")
+    out: dict[int, float] = {}
+    for key, bias in value.items():
+        if not key.isascii() or not key.isdecimal() or len(key) > 9 or int(key) in out:
+            raise _wrong("logit_bias", f"needs token ids as keys, each once; found {key[:_SHOWN]!r}")
+        out[int(key)] = _number(bias, f"logit_bias.{key}", -100.0, 100.0)
+    return tuple(sorted(out.items()))
+
+
+def _chat_logprobs(plain: dict[str, Any]) -> int | None:
+    """Return the number of alternatives that a chat asks for; None when it wants no log probabilities."""
+    wanted = _flag(plain, "logprobs")
+    most = _integer(plain, "top_logprobs", 0, MAX_TOP_LOGPROBS, None)
+    if most and not wanted:
+        raise _wrong("top_logprobs", "needs logprobs to be true")
+    return (most or 0) if wanted else None
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -192,8 +268,10 @@ def _integer(plain: dict[str, Any], name: str, least: int, most: int, default: i
 
 def _float(plain: dict[str, Any], name: str, least: float, most: float) -> float | None:
     value = plain.get(name)
-    if value is None:
-        return None
+    return None if value is None else _number(value, name, least, most)
+
+
+def _number(value: Any, name: str, least: float, most: float) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         raise _wrong(name, f"needs a number from {least:g} to {most:g}")
     return float(value)

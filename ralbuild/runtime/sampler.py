@@ -1,38 +1,70 @@
-"""Drawing tokens on the CPU, by the formulas of docs/kernels.md. The only door to numpy.
+"""Drawing tokens on the CPU, by the formulas of docs/kernels.md.
 
 A draw is the largest of ``logit / temperature + Gumbel noise``. The noise comes from Philox 4x32-10
 keyed by the request's seed, the step and the token id, so it depends on nothing else: not on the
-batch, not on the machine. The Triton kernel `sample` gives the same token.
+batch, not on the machine. The Triton kernels `penalize` and `sample` give the same token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ralbuild.contract.buffers import COUNT_MASK, PROMPT_FLAG
+
 Logits: TypeAlias = NDArray[np.float32]
 """float32, [rows, V] or one row."""
+Mask: TypeAlias = NDArray[np.bool_]
+Counts: TypeAlias = NDArray[np.int16]
+"""By token id: how often it was drawn, and the sign bit for ids of the prompt."""
 _Words: TypeAlias = NDArray[np.uint32]
 _Ids: TypeAlias = NDArray[np.int64]
 
 GROUP = 1024
 """Token ids that share Philox blocks: four ids, a quarter of a group apart, take a block's four words."""
+LOWEST = np.float32(-3.4028234663852886e38)
+"""The floor that keeps every token."""
 _MOST_NOISE = np.float32(22.9)
 """No noise is larger: it is -log(2^-33) for the smallest uniform number."""
-_PROBES = 64
+_PROBES = 1024
+_CHUNK = 2048
+_HEAVY = (1e-2, 1e-4, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a request draws its tokens: temperature 0 takes the largest logit; seed is 64 bits."""
+    """How a request draws its tokens.
+
+    Attributes:
+        temperature: 0 takes the largest logit.
+        top_k: tokens kept; 0 keeps all.
+        top_p, min_p: nucleus mass kept; least share of the largest probability.
+        seed: 64 bits.
+        repetition_penalty, presence_penalty, frequency_penalty: 1, 0 and 0 change nothing.
+        logit_bias: (id, what is added), each id once.
+        logprobs: alternatives to report with each token; None reports nothing.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """True when tokens that occurred before are treated in another way."""
+        wanted = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return wanted != (1.0, 0.0, 0.0)
 
 
 class Sampler:
@@ -41,43 +73,125 @@ class Sampler:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def ranked(self, row: Logits, draw: Draw, step: int) -> Iterator[int]:
-        """Yield token ids from the best down; the first is the draw, the next is it without the first.
+    def counts(self, prompt: Sequence[int]) -> Counts:
+        """Return the counts of a text that begins with ``prompt``."""
+        counts = np.zeros(self.size, np.int16)
+        ids = np.asarray(prompt, np.int64)
+        counts[ids[ids < self.size]] = PROMPT_FLAG
+        return counts
 
-        Ids outside the nucleus follow those inside. Finding the first is cheap; going on sorts.
-        """
+    def adjusted(self, row: Logits, draw: Draw, counts: Counts | None) -> Logits:
+        """Return the logits to draw from: biases added, penalties taken; NaN is minus infinity."""
         value = row[: self.size]
-        if np.isnan(value).any():
+        biased = [(token, bias) for token, bias in draw.logit_bias if token < len(value)]
+        if biased or counts is not None:
+            value = value.copy()
+        for token, bias in biased:
+            value[token] += np.float32(bias)
+        if counts is not None:
+            ids = np.flatnonzero(counts[: len(value)])
+            value[ids] = _penalised(value[ids], counts[ids].astype(np.int32) & COUNT_MASK, draw)
+        if np.isnan(value.max(initial=-np.inf)):
             value = np.where(np.isnan(value), np.float32(-np.inf), value)
-        if value.max() == -np.inf:
-            return
-        if draw.temperature <= 0:
-            yield from _descending(value, np.arange(len(value)))
-            return
-        scaled = value * (np.float32(1.0) / np.float32(draw.temperature))
-        if draw.top_p < 1:
-            for ids in _tiers(value, draw):
-                yield from _descending(scaled[ids] + noise(draw.seed, step, ids), ids)
-            return
-        first = self._winner(scaled, draw, step)
-        yield first
-        everything = np.arange(len(scaled))
-        following = _descending(scaled + noise_of_all(draw.seed, step, len(scaled)), everything)
-        yield from (token for token in following if token != first)
+        return value
 
-    def _winner(self, scaled: Logits, draw: Draw, step: int) -> int:
-        """Return the id of the best score, without noise for ids that cannot reach it."""
-        probes = np.argpartition(scaled, -min(_PROBES, len(scaled)))[-_PROBES:]
-        best = (scaled[probes] + noise(draw.seed, step, probes)).max()
-        ids = np.flatnonzero(scaled >= best - _MOST_NOISE)
-        if 4 * len(ids) < len(scaled):
-            return int(ids[np.argmax(scaled[ids] + noise(draw.seed, step, ids))])
-        return int(np.argmax(scaled + noise_of_all(draw.seed, step, len(scaled))))
+    def ranked(
+        self, value: Logits, draw: Draw, step: int, floor: np.float32 = LOWEST, count: int = 1
+    ) -> Iterator[int]:
+        """Yield ids of logits of at least ``floor`` from the best down, up to ``count`` of them.
+
+        The first is the draw, the next is it without the first, and so on. Finding the first is cheap.
+        """
+        if draw.temperature <= 0:
+            yield from _descending(value, np.arange(len(value)), count)
+            return
+        scale = np.float32(1.0) / np.float32(draw.temperature)
+        if floor > LOWEST:
+            ids = np.flatnonzero(value >= floor)
+            yield from _descending(value[ids] * scale + noise(draw.seed, step, ids), ids, count)
+            return
+        if value.max(initial=-np.inf) == -np.inf:
+            return
+        scaled = value * scale
+        first = _winner(scaled, draw, step)
+        yield first
+        if count > 1:
+            everything = np.arange(len(scaled))
+            scores = scaled + noise_of_all(draw.seed, step, len(scaled))
+            following = _descending(scores, everything, count)
+            yield from (token for token in following if token != first)
+
+
+def _penalised(value: Logits, drawn: NDArray[np.int32], draw: Draw) -> Logits:
+    repetition = np.float32(draw.repetition_penalty)
+    value = np.where(value > 0, value / repetition, value * repetition)
+    value = value - np.float32(draw.frequency_penalty) * drawn.astype(np.float32)
+    return np.where(drawn > 0, value - np.float32(draw.presence_penalty), value)
+
+
+def masked(value: Logits, mask: Mask) -> Logits:
+    """Return the logits with those that ``mask`` does not allow at minus infinity."""
+    return np.where(mask[: len(value)], value, np.float32(-np.inf))
+
+
+def count_token(counts: Counts, token: int) -> None:
+    """Count a drawn token; the count stays at its most."""
+    if token < len(counts) and counts[token] & COUNT_MASK < COUNT_MASK:
+        counts[token] += 1
+
+
+def cut(value: Logits, draw: Draw) -> np.float32:
+    """Return the least logit that top_k, then top_p, then min_p keep.
+
+    Ties at the edge are all kept. Weights are whole numbers, so that their sum has no order.
+    """
+    top = value.max(initial=-np.inf)
+    if draw.temperature <= 0 or top == -np.inf:
+        return LOWEST
+    least = LOWEST
+    heat = np.float32(draw.temperature)
+    if 0 < draw.top_k < len(value):
+        least = max(least, np.partition(value, len(value) - draw.top_k)[len(value) - draw.top_k])
+    if np.float32(draw.top_p) < 1:
+        least = _nucleus(value[value >= least], top, heat, draw.top_p)
+    if draw.min_p > 0:
+        share = top + heat * np.log(np.float32(draw.min_p))
+        least = max(least, min(share, top))
+    return np.float32(least)
+
+
+def _nucleus(kept: Logits, top: np.float32, heat: np.float32, top_p: float) -> np.float32:
+    scale = np.float32(1.0) / heat
+    unit, half = np.float32(2.0**24), np.float32(0.5)
+    weights = (np.exp((kept - top) * scale) * unit + half).astype(np.uint32)
+    need = int(np.float64(np.float32(top_p)) * float(weights.sum(dtype=np.int64)))
+    for share in _HEAVY:  # a nucleus rarely needs more than the heaviest tokens to be sorted
+        heavy = np.flatnonzero(weights >= np.uint32(2**24 * share))
+        if share == 0 or weights[heavy].sum(dtype=np.int64) >= need:
+            break
+    order = heavy[np.argsort(-kept[heavy])]
+    least: np.float32 = kept[order[np.argmax(np.cumsum(weights[order], dtype=np.int64) >= need)]]
+    return least
 
 
 def no_logits() -> Logits:
     """Return an empty row set, for steps that read none."""
     return np.zeros((0, 0), np.float32)
+
+
+def _winner(scaled: Logits, draw: Draw, step: int) -> int:
+    """Return the id of the best score; the logarithms of noise are taken for those alone that may win."""
+    probes = np.flatnonzero(scaled >= scaled.max() - np.float32(4))[:_PROBES]
+    best = (scaled[probes] + noise(draw.seed, step, probes)).max()
+    near = np.flatnonzero(scaled >= best - _MOST_NOISE)
+    if 8 * len(near) > len(scaled):
+        # Noise is at most -log(u): a token wins only if its u is below exp(scaled - best), nearly.
+        words = _words_of_all(draw.seed, step, len(scaled))
+        slack = np.float32(1e-3) + abs(best) * np.float32(1e-6)
+        reach = np.exp(np.minimum(scaled - best + slack, np.float32(1)))
+        near = np.flatnonzero(words.astype(np.float32) * np.float32(2.0**-32) <= reach)
+        return int(near[np.argmax(scaled[near] + _gumbel(words[near]))])
+    return int(near[np.argmax(scaled[near] + noise(draw.seed, step, near))])
 
 
 def noise(seed: int, step: int, ids: _Ids) -> Logits:
@@ -89,25 +203,44 @@ def noise(seed: int, step: int, ids: _Ids) -> Logits:
 
 def noise_of_all(seed: int, step: int, size: int) -> Logits:
     """Return the noise of ids 0..size-1: each Philox block is computed once, not four times."""
+    return _gumbel(_words_of_all(seed, step, size))
+
+
+def _words_of_all(seed: int, step: int, size: int) -> _Words:
     groups = -(-size // GROUP)
     words = _philox(seed, step, np.arange(groups * (GROUP // 4)))
-    by_id = words.reshape(4, groups, GROUP // 4).transpose(1, 0, 2).reshape(-1)
-    return _gumbel(by_id[:size])
+    return words.reshape(4, groups, GROUP // 4).transpose(1, 0, 2).reshape(-1)[:size]
 
 
 def _philox(seed: int, step: int, counters: _Ids) -> _Words:
     """Philox 4x32-10 (Salmon et al. 2011) of the counters (c, step, 0, 0); returns [4, n] words."""
+    words = np.empty((4, len(counters)), np.uint32)
+    for begin in range(0, len(counters), _CHUNK):  # so much stays in the processor's cache
+        part = slice(begin, begin + _CHUNK)
+        _philox_chunk(seed, step, counters[part], words[:, part])
+    return words
+
+
+def _philox_chunk(seed: int, step: int, counters: _Ids, out: _Words) -> None:
     c0 = counters.astype(np.uint64)
     c1 = np.full_like(c0, step)
     c2, c3 = np.zeros_like(c0), np.zeros_like(c0)
+    p0, p1 = np.empty_like(c0), np.empty_like(c0)
     key0, key1 = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     for _ in range(10):
-        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1 = (p1 >> half) ^ c1 ^ np.uint64(key0), p1 & low
-        c2, c3 = (p0 >> half) ^ c3 ^ np.uint64(key1), p0 & low
+        np.multiply(c0, np.uint64(0xD2511F53), out=p0)
+        np.multiply(c2, np.uint64(0xCD9E8D57), out=p1)
+        np.right_shift(p1, half, out=c0)
+        c0 ^= c1
+        c0 ^= np.uint64(key0)
+        np.right_shift(p0, half, out=c2)
+        c2 ^= c3
+        c2 ^= np.uint64(key1)
+        np.bitwise_and(p1, low, out=c1)
+        np.bitwise_and(p0, low, out=c3)
         key0, key1 = (key0 + 0x9E3779B9) & 0xFFFFFFFF, (key1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3]).astype(np.uint32)
+    out[0], out[1], out[2], out[3] = c0, c1, c2, c3
 
 
 def _gumbel(words: _Words) -> Logits:
@@ -121,30 +254,17 @@ def _gumbel(words: _Words) -> Logits:
     return np.asarray(-np.log(wait), np.float32)
 
 
-def _tiers(value: Logits, draw: Draw) -> Iterator[_Ids]:
-    """Yield the ids of the nucleus, then all others.
-
-    The nucleus is the smallest set of the heaviest tokens that holds ``top_p`` of the mass, with all
-    that weigh as much as its lightest. Weights are integers, so their sum has no order.
-    """
-    scale = np.float32(1.0) / np.float32(draw.temperature)
-    unit, half = np.float32(2.0**24), np.float32(0.5)
-    weights = (np.exp((value - value.max()) * scale) * unit + half).astype(np.int32)
-    need = int(np.float64(np.float32(draw.top_p)) * float(weights.sum(dtype=np.int64)))
-    heaviest = np.sort(weights[weights > 0])[::-1]
-    least = heaviest[np.argmax(np.cumsum(heaviest, dtype=np.int64) >= need)]
-    yield np.flatnonzero(weights >= least)
-    yield np.flatnonzero(weights < least)
-
-
-def _descending(score: Logits, ids: _Ids) -> Iterator[int]:
-    """Yield ``ids`` by falling score, equal scores by rising id; minus infinity is never drawn."""
+def _descending(score: Logits, ids: _Ids, count: int) -> Iterator[int]:
+    """Yield up to ``count`` ids by falling score, equal scores by rising id; never at minus infinity."""
     if not len(score):
         return
     best = int(np.argmax(score))
     if score[best] == -np.inf:
         return
     yield int(ids[best])
-    kept = np.flatnonzero(score > -np.inf)
-    for index in kept[np.lexsort((ids[kept], -score[kept]))][1:]:
+    if count == 1:
+        return
+    least = np.partition(score, len(score) - count)[len(score) - count] if count < len(score) else -np.inf
+    kept = np.flatnonzero((score >= least) & (score > -np.inf))
+    for index in kept[np.lexsort((ids[kept], -score[kept]))][1:count]:
         yield int(ids[index])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ralbuild.contract.bundle import Bundle, Rule, select_profile
+from ralbuild.contract.bundle import Bounds, Bundle, Rule, select_profile
 from ralbuild.contract.places import ROUTE_HEADER
 from ralbuild.contract.routes import RouteTable
 from ralbuild.runtime.engine import Engine, Generation
@@ -21,6 +22,8 @@ from ralbuild.runtime.sampler import Draw
 MAX_ROUTE = 256
 """Characters of a route name: it is a name and not a text, and the work per request stays bounded."""
 
+_OPEN_KINDS = frozenset({"allow", "append", "ban", "bold", "escape"})
+"""Rules that let the model's own text be seen, so that its tokens may be named."""
 _PRIVATE_KINDS = ("ban", "redact")
 """Rules whose literal is what must not be seen; they are shown by their place in the config."""
 
@@ -52,14 +55,40 @@ class Service:
                 f"the context is {most} tokens; the prompt has {len(prompt)}, and {wanted} more may come"
             )
             raise ApiError(400, "context_length_exceeded", message, param="max_tokens")
-        sampling = self.bundle.profiles[profile].sampling
-        draw = Draw(
-            temperature=_first(sampling.temperature, ask.temperature, 1.0),
-            # A nucleus of no mass still holds the most likely token.
-            top_p=_first(sampling.top_p, ask.top_p, 1.0),
-            seed=(ask.seed if ask.seed is not None else secrets.randbits(64)) % (1 << 64),
-        )
+        draw = self._draw(ask, profile)
         return Order(prompt, wanted, draw, profile, ask.stops)
+
+    def _draw(self, ask: Ask, profile: int) -> Draw:
+        """Return how to sample: what the request wishes, within what its route imposes."""
+        rules = self.bundle.profiles[profile]
+        imposed, wishes = rules.sampling, ask.wishes
+        if ask.logprobs is not None:
+            kinds = {self.bundle.rules[number].kind for number in rules.rules}
+            if hidden := sorted(kinds - _OPEN_KINDS):
+                message = (
+                    f"log probabilities name the model's own tokens, which this route hides ({hidden[0]})"
+                )
+                raise ApiError(400, "unsupported_parameter", message, param="logprobs")
+        size = len(self.prompts.vocab)
+        for token, _ in wishes.logit_bias:
+            if token >= size:
+                message = f"logit_bias: {token} is no token id; the tokenizer has {size}"
+                raise ApiError(400, "invalid_value", message, param="logit_bias")
+        bias = dict(wishes.logit_bias) | {item.token: item.bias for item in imposed.logit_bias}
+        seed = imposed.seed if imposed.seed is not None else wishes.seed
+        return Draw(
+            temperature=_within(imposed.temperature, wishes.temperature, 1.0),
+            top_k=_top_k(imposed.top_k, wishes.top_k),
+            # A nucleus of no mass still holds the most likely token.
+            top_p=_within(imposed.top_p, wishes.top_p, 1.0),
+            min_p=_within(imposed.min_p, wishes.min_p, 0.0),
+            repetition_penalty=_within(imposed.repetition_penalty, wishes.repetition_penalty, 1.0),
+            presence_penalty=_within(imposed.presence_penalty, wishes.presence_penalty, 0.0),
+            frequency_penalty=_within(imposed.frequency_penalty, wishes.frequency_penalty, 0.0),
+            seed=(seed if seed is not None else secrets.randbits(64)) % (1 << 64),
+            logit_bias=tuple(sorted(bias.items())),
+            logprobs=ask.logprobs,
+        )
 
     def submit(self, order: Order, sink: Callable[[Piece], None]) -> Generation:
         """Queue an order; raises ApiError 429 when the queue is full."""
@@ -118,5 +147,13 @@ def _rule_name(number: int, rule: Rule) -> str:
     return f"{rule.kind}@{rule.place}#{number}" if rule.kind in _PRIVATE_KINDS else f"{rule.kind}:{rule.text}"
 
 
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
+def _within(bounds: Bounds | None, wish: float | None, default: float) -> float:
+    """Return the wish, or else the default, moved into the bounds."""
+    value = default if wish is None else wish
+    return bounds.clamp(value) if bounds is not None else value
+
+
+def _top_k(bounds: Bounds | None, wish: int | None) -> int:
+    """Return tokens to keep, 0 for all: "all" is the largest number there is, not the smallest."""
+    kept = bounds.clamp(wish or math.inf) if bounds is not None else (wish or math.inf)
+    return 0 if kept == math.inf else int(kept)

@@ -18,12 +18,25 @@ from ralbuild.contract.routes import RouteTable, read_routes
 from ralbuild.contract.transducer import Slot, Transducer, read_transducer
 from ralbuild.contract.vocab import TokenBytes, read_vocab
 from ralbuild.runtime.errors import BundleCorruptError, PatchUnsupportedError
-from ralbuild.runtime.sampler import GROUP, Draw, Logits, Sampler, no_logits
+from ralbuild.runtime.legal import LegalTokens
+from ralbuild.runtime.logprobs import token_logprob
+from ralbuild.runtime.orders import TokenLogprob
+from ralbuild.runtime.sampler import (
+    GROUP,
+    Counts,
+    Draw,
+    Logits,
+    Sampler,
+    count_token,
+    cut,
+    masked,
+    no_logits,
+)
 
 IDLE = -1
 """Token of a slot that has not been given one."""
-CANDIDATES = 256
-"""Candidates that bans may refuse before the text is ended."""
+CANDIDATES = 16
+"""Candidates that bans may refuse before all tokens are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +60,12 @@ class PatchSlot:
         step: tokens drawn so far.
         token: the last token; also the model's next input.
         output: bytes that the last step decided.
+        counts: what occurred before, when penalties ask for it.
+        value: the logits to draw from, between `penalize` and `sample`.
         refused: candidates refused by a ban; the reader may clear it, as it may ``text.events``.
-        exhausted: True when every candidate was banned and the text was ended for it.
+        masked: times that all tokens were looked at; the reader may clear it.
+        exhausted: True when no token was legal and the text was ended for it.
+        logprob: the last token's log probability, when the request asks for it.
     """
 
     draw: Draw
@@ -57,8 +74,12 @@ class PatchSlot:
     step: int = 0
     token: int = IDLE
     output: bytes = b""
+    counts: Counts | None = None
+    value: Logits | None = None
     refused: int = 0
+    masked: int = 0
     exhausted: bool = False
+    logprob: TokenLogprob | None = None
 
 
 class Step(Protocol):
@@ -68,35 +89,69 @@ class Step(Protocol):
         """Do the work of one decode step; row i of ``logits`` belongs to ``slots[i]``."""
 
 
-class SampleStep:
-    """Draws a token per slot; the first candidate that no ban refuses is the token."""
+class PenalizeStep:
+    """Adds biases and takes penalties: gives every slot the logits to draw from."""
 
-    def __init__(self, tables: Tables, sampler: Sampler, candidates: int, eos_id: int) -> None:
-        self._vocab = tables.vocab
+    def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._candidates = candidates
-        self._eos_id = eos_id
 
     def run(self, logits: Logits, slots: Sequence[PatchSlot]) -> None:
-        """Set ``token`` and move the ban automaton of every slot."""
+        """Set ``value`` of every slot."""
         for row, slot in enumerate(slots):
-            slot.token = self._choose(logits, row, slot)
+            slot.value = self._sampler.adjusted(logits[row], slot.draw, slot.counts)
+
+
+class SampleStep:
+    """Draws a token per slot; the first candidate that the rules allow is the token."""
+
+    def __init__(
+        self, tables: Tables, sampler: Sampler, legal: LegalTokens, candidates: int, eos_ids: tuple[int, ...]
+    ) -> None:
+        self._vocab = tables.vocab
+        self._sampler = sampler
+        self._legal = legal
+        self._candidates = candidates
+        self._eos_ids = eos_ids
+
+    def run(self, _logits: Logits, slots: Sequence[PatchSlot]) -> None:
+        """Set ``token`` and move the ban automaton of every slot."""
+        for slot in slots:
+            value = slot.value
+            assert value is not None  # set by the step before
+            slot.value = None
+            if slot.ban.strict:
+                value = masked(value, self._legal.mask(slot.ban))
+            chosen = self._choose(value, slot)
+            if slot.draw.logprobs is not None and chosen is not None:
+                if slot.ban.active:
+                    value = masked(value, self._legal.mask(slot.ban))
+                slot.logprob = token_logprob(value, chosen, slot.draw.logprobs, self._vocab)
+            slot.exhausted = chosen is None
+            slot.token = min(self._eos_ids) if chosen is None else chosen
+            if chosen is not None and chosen not in self._eos_ids:
+                slot.ban.advance(self._vocab[chosen])
             slot.step += 1
 
-    def _choose(self, logits: Logits, row: int, slot: PatchSlot) -> int:
-        refused = 0
-        for token in self._sampler.ranked(logits[row], slot.draw, slot.step):
-            data = self._vocab[token]
-            if slot.ban.allows(data):
-                slot.ban.advance(data)
-                slot.refused += refused
+    def _choose(self, value: Logits, slot: PatchSlot) -> int | None:
+        """Return the token, or None when no token is legal. The logits of an `allow` are masked already."""
+        draw, step = slot.draw, slot.step
+        floor = cut(value, draw)
+        if slot.ban.strict or not slot.ban.active:
+            slot.masked += slot.ban.strict
+            return next(self._sampler.ranked(value, draw, step, floor), None)
+        for token in self._sampler.ranked(value, draw, step, floor, self._candidates):
+            if token in self._eos_ids or slot.ban.allows(self._vocab[token]):
                 return token
-            refused += 1
-            if refused == self._candidates:
-                break
-        slot.refused += refused
-        slot.exhausted = True
-        return self._eos_id
+            slot.refused += 1
+        slot.masked += 1
+        left = masked(value, self._legal.mask(slot.ban))
+        # What the cut kept is used up first; then the cut is made anew among what is legal.
+        first = next(self._sampler.ranked(left, draw, step, floor), None)
+        return (
+            first
+            if first is not None
+            else next(self._sampler.ranked(left, draw, step, cut(left, draw)), None)
+        )
 
 
 class TransduceStep:
@@ -111,16 +166,29 @@ class TransduceStep:
             slot.output = slot.text.feed(self._vocab[slot.token])
 
 
+class FeedbackStep:
+    """Counts the drawn token for the penalties of the steps to come."""
+
+    def run(self, _logits: Logits, slots: Sequence[PatchSlot]) -> None:
+        """Change ``counts`` of every slot that has any."""
+        for slot in slots:
+            if slot.counts is not None:
+                count_token(slot.counts, slot.token)
+
+
 class Patch:
     """The steps of a bundle in order, and the tables they share."""
 
-    def __init__(self, tables: Tables, steps: tuple[Step, ...]) -> None:
+    def __init__(self, tables: Tables, steps: tuple[Step, ...], sampler: Sampler) -> None:
         self.tables = tables
         self.steps = steps
+        self._sampler = sampler
 
-    def open(self, profile: int, draw: Draw) -> PatchSlot:
-        """Return a fresh slot in the start states of ``profile``."""
-        return PatchSlot(draw, BanSlot(self.tables.bans, profile), self.tables.machine.start(profile))
+    def open(self, profile: int, draw: Draw, prompt: Sequence[int] = ()) -> PatchSlot:
+        """Return a fresh slot in the start states of ``profile``; penalties look at ``prompt``."""
+        ban = BanSlot(self.tables.bans, profile)
+        counts = self._sampler.counts(prompt) if draw.penalises else None
+        return PatchSlot(draw, ban, self.tables.machine.start(profile), counts=counts)
 
     def run(self, logits: Logits, slots: Sequence[PatchSlot]) -> None:
         """Run every step on ``logits`` [slots, V]."""
@@ -146,7 +214,7 @@ class Patch:
         for token in tokens:
             slot.token = token
             for step in self.steps:
-                if not isinstance(step, SampleStep):
+                if not isinstance(step, PenalizeStep | SampleStep):
                     step.run(no_logits(), [slot])
             out += slot.output
         return bytes(out) + slot.text.finish()
@@ -183,36 +251,51 @@ def link_patch(bundle: Bundle, manifest: ModelManifest, tables: Tables) -> Patch
             "the vocabulary lacks tokens, or the model has no end token", place="bundle.json"
         )
     kernels = {kernel.name: kernel for kernel in bundle.kernels}
+    sampler = Sampler(manifest.tokenizer_size)
     steps = tuple(
-        _make_step(item.kernel, kernels.get(item.kernel), manifest, tables) for item in bundle.patch
+        _make_step(item.kernel, kernels.get(item.kernel), manifest, tables, sampler) for item in bundle.patch
     )
-    if [type(step) for step in steps] != [SampleStep, TransduceStep]:
+    if [type(step) for step in steps] != [PenalizeStep, SampleStep, TransduceStep, FeedbackStep]:
         found = ", ".join(item.kernel for item in bundle.patch) or "nothing"
         raise PatchUnsupportedError(
-            f"needs sample, then transduce; found {found}", place="bundle.json: patch"
+            f"needs penalize, sample, transduce, feedback; found {found}", place="bundle.json: patch"
         )
-    return Patch(tables, steps)
+    return Patch(tables, steps, sampler)
 
 
-def _make_step(name: str, kernel: Kernel | None, manifest: ModelManifest, tables: Tables) -> Step:
+def _make_step(
+    name: str, kernel: Kernel | None, manifest: ModelManifest, tables: Tables, sampler: Sampler
+) -> Step:
     if kernel is not None and kernel.user:
         raise PatchUnsupportedError(
             f"step {name!r} is a user kernel; it is machine code for GPUs and the CPU target has none",
             place="bundle.json: patch",
             hint="build with --target cuda, or remove the transformer",
         )
-    if name == "sample" and kernel is not None and kernel.constants.get("BLOCK", GROUP) != GROUP:
-        message = f"step 'sample' was compiled for blocks of {kernel.constants['BLOCK']} ids, not {GROUP}"
-        raise PatchUnsupportedError(
-            message, place="bundle.json: kernels", hint="its noise would differ from ours"
-        )
     if name == "sample":
-        most = kernel.constants.get("CANDIDATES", CANDIDATES) if kernel is not None else CANDIDATES
-        return SampleStep(tables, Sampler(manifest.tokenizer_size), most, min(manifest.eos_token_ids))
+        return _sample_step(kernel, manifest, tables, sampler)
+    if name == "penalize":
+        return PenalizeStep(sampler)
     if name == "transduce":
         return TransduceStep(tables)
+    if name == "feedback":
+        return FeedbackStep()
     raise PatchUnsupportedError(
         f"step {name!r} has no CPU implementation in this runtime",
         place="bundle.json: patch",
         hint="use a base of the same ralbuild version as the bundle",
     )
+
+
+def _sample_step(
+    kernel: Kernel | None, manifest: ModelManifest, tables: Tables, sampler: Sampler
+) -> SampleStep:
+    constants = kernel.constants if kernel is not None else {}
+    if constants.get("BLOCK", GROUP) != GROUP:
+        message = f"step 'sample' was compiled for blocks of {constants['BLOCK']} ids, not {GROUP}"
+        raise PatchUnsupportedError(
+            message, place="bundle.json: kernels", hint="its noise would differ from ours"
+        )
+    legal = LegalTokens(tables.bans, tables.vocab, manifest.tokenizer_size, manifest.eos_token_ids)
+    most = constants.get("CANDIDATES", CANDIDATES)
+    return SampleStep(tables, sampler, legal, most, manifest.eos_token_ids)

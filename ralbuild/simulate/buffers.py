@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ralbuild.contract.bans import BanTable
-from ralbuild.contract.buffers import OUTPUT_BYTES, RING_BYTES
+from ralbuild.contract.buffers import BIAS_ROOM, COUNTERS, OUTPUT_BYTES, RING_BYTES
 from ralbuild.contract.bundle import Kernel
 from ralbuild.contract.transducer import TransducerTable
 from ralbuild.contract.vocab import TokenBytes
@@ -39,6 +39,7 @@ def table_buffers(tables: Tables) -> dict[str, Argument]:
         "ban_class": _bytes(bans.cls),
         "ban_next": _words(bans.trans),
         "ban_classes": bans.classes,
+        "ban_accepts": _bytes(bans.accepts),
         "fst_class": _bytes(fst.cls),
         "fst_next": _words(fst.trans),
         "fst_final": _words(fst.final),
@@ -57,18 +58,35 @@ def slot_buffers(tables: Tables, slots: int, columns: int) -> dict[str, Argument
         "logits": np.zeros((slots, columns), np.float32),
         "vocab_size": columns,
         "temperature": np.zeros(slots, np.float32),
+        "top_k": whole.copy(),
         "top_p": np.ones(slots, np.float32),
+        "min_p": np.zeros(slots, np.float32),
+        "repetition_penalty": np.ones(slots, np.float32),
+        "presence_penalty": np.zeros(slots, np.float32),
+        "frequency_penalty": np.zeros(slots, np.float32),
+        "counts": np.zeros((slots, columns), np.int16),
+        "bias_ids": np.zeros((slots, BIAS_ROOM), np.int32),
+        "bias_values": np.zeros((slots, BIAS_ROOM), np.float32),
+        "bias_count": whole.copy(),
         "seed": np.zeros(slots, np.int64),
         "step": whole.copy(),
         "token": np.full(slots, -1, np.int32),
         "ban_state": whole.copy(),
+        "ban_strict": whole.copy(),
         "ban_events": whole.copy(),
+        "draw_event": whole.copy(),
         "fst_state": np.full(slots, -1, np.int32),
         "ring": np.zeros((slots, RING_BYTES), np.uint8),
         "read_pos": whole.copy(),
         "pending_pos": whole.copy(),
         "output": np.zeros((slots, OUTPUT_BYTES), np.uint8),
         "output_len": whole.copy(),
+        "slots": slots,
+        "max_steps": np.full(slots, 1 << 20, np.int32),
+        "done": whole.copy(),
+        "input_id": np.zeros(slots, np.int64),
+        "position": np.zeros(slots, np.int64),
+        "counters": np.zeros(len(COUNTERS), np.int64),
         "rule_events": np.zeros(max(1, tables.transducer.rules), np.int32),
     }
 

@@ -128,8 +128,10 @@ def random_draws(tables: Tables, count: int, seed: int) -> list[DrawCase]:
                 seed=int(rng.integers(-(2**63), 2**63)),
                 step=int(rng.integers(0, 4096)),
                 ban_state=int(rng.integers(1, states)),
-                token=-1 if number % 13 == 5 else 0,
-                fst_state=-1 if number % 11 == 7 else 0,
+                done=int(number % 13 == 5),
+                top_k=int(rng.choice([0, 0, 1, 40])),
+                min_p=float(rng.choice([0.0, 0.0, 0.1])),
+                ban_strict=int(number % 7 == 4),
             )
         )
     return out

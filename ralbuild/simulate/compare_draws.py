@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -24,7 +25,7 @@ of a device and of NumPy may differ in the last bit (docs/kernels.md)."""
 
 @dataclass(frozen=True, slots=True)
 class DrawCase:
-    """A row to draw from, and the slot's state before it: -1 in ``token`` or ``fst_state`` is idle."""
+    """A row to draw from, and the slot's state before it."""
 
     logits: Array
     temperature: float
@@ -32,8 +33,10 @@ class DrawCase:
     seed: int
     step: int
     ban_state: int
-    token: int = 0
-    fst_state: int = 0
+    done: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    ban_strict: int = 0
 
 
 def compare_sample(
@@ -65,7 +68,7 @@ def compare_sample(
             if difference is not None:
                 wanted, found, name = difference
                 result.difference = Difference(
-                    first + slot, slot, case.step, case.token, case.ban_state, name, wanted, found
+                    first + slot, slot, case.step, 0, case.ban_state, name, wanted, found
                 )
                 break
         if result.difference is not None:
@@ -75,11 +78,13 @@ def compare_sample(
 
 
 def _fill(state: dict[str, Argument], batch: Sequence[DrawCase]) -> None:
-    names = ("temperature", "top_p", "seed", "step", "ban_state", "token", "fst_state")
-    arrays = {name: state[name] for name in (*names, "logits", "ban_events")}
+    names = (
+        "temperature", "top_k", "top_p", "min_p", "seed", "step", "ban_state", "ban_strict", "done",
+    )  # fmt: skip
+    arrays = {name: state[name] for name in (*names, "logits", "ban_events", "draw_event")}
     for name, array in arrays.items():
         assert isinstance(array, np.ndarray)
-        array[:] = -1 if name == "token" else 0
+        array[:] = 1 if name == "done" else 0
     for slot, case in enumerate(batch):
         for name in names:
             array = arrays[name]
@@ -100,7 +105,7 @@ def _check_draw(
         assert isinstance(array, np.ndarray)
         return int(array[slot])
 
-    if case.token < 0 or case.fst_state < 0:
+    if case.done:
         wanted = {"token": -1, "ban_state": case.ban_state, "ban_events": 0, "step": case.step}
     else:
         row = Draw(
@@ -111,19 +116,23 @@ def _check_draw(
             case.seed,
             case.step,
             tables.eos_ids[0],
+            case.top_k,
+            case.min_p,
+            bool(case.ban_strict),
         )
-        drawn = draw(row, lambda token: _walk(tables.bans, case.ban_state, tables.vocab[token]) != BANNED)
+        drawn = draw(row, partial(_legal, tables, case))
         token = found("token")
         if token != drawn.token and _tied(drawn.scores, token, drawn.token):
             result.ties += 1
             return None
         moved = case.ban_state
-        if not drawn.given_up:
+        if drawn.event < 2 and drawn.token not in tables.eos_ids:
             moved = _walk(tables.bans, moved, tables.vocab[drawn.token])
         wanted = {
             "token": drawn.token,
             "ban_state": moved,
             "ban_events": drawn.refused,
+            "draw_event": drawn.event,
             "step": case.step + 1,
         }
         result.tokens += 1
@@ -131,6 +140,14 @@ def _check_draw(
         if found(name) != value:
             return str(value), str(found(name)), name
     return None
+
+
+def _legal(tables: Tables, case: DrawCase, token: int) -> bool:
+    """Tell whether a token may come next: an end where a text may end, text that completes no phrase."""
+    if token in tables.eos_ids:
+        return bool(tables.bans.accepts[case.ban_state])
+    data = tables.vocab[token]
+    return _walk(tables.bans, case.ban_state, data) != BANNED and (bool(data) or not case.ban_strict)
 
 
 def _walk(bans: BanTable, state: int, data: bytes) -> int:

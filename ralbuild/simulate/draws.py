@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from ralbuild.simulate.lanes import Array
 
-CANDIDATES = 256
+CANDIDATES = 16
 GROUP = 1024
 """Ids that share Philox blocks: four ids a quarter of a group apart take a block's four words."""
+LOWEST = np.float32(-3.4028234663852886e38)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row to draw from: float32 logits and the request's sampling values."""
+    """One row to draw from: float32 logits and the request's sampling values.
+
+    ``strict`` masks what is not legal before anything else, as a profile with an `allow` does.
+    """
 
     logits: Array
     tokenizer_size: int
@@ -27,61 +31,78 @@ class Draw:
     seed: int
     step: int
     eos_id: int
+    top_k: int = 0
+    min_p: float = 0.0
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """The token, how many candidates were refused before it, and every score, for near ties.
 
-    ``given_up`` says that no candidate was allowed: the token is ``eos_id``, and the ban automaton stays.
+    ``event`` is 1 when the whole row was masked; 2 when no token was legal as well: the token is then
+    ``eos_id``, and the ban automaton stays.
     """
 
     token: int
     refused: int
     scores: Array
-    given_up: bool = False
+    event: int = 0
 
 
-def draw(row: Draw, allows: Callable[[int], bool]) -> Drawn:
-    """Draw a token; ``allows`` says whether the ban automaton lets one pass."""
+def draw(row: Draw, legal: Callable[[int], bool]) -> Drawn:
+    """Draw a token; ``legal`` says whether one may come next."""
     size = min(row.tokenizer_size, len(row.logits))
     value = row.logits[:size].astype(np.float32)
     value = np.where(np.isnan(value), np.float32(-np.inf), value)
     score = value
-    tiers = [np.ones(size, bool)]
-    if value.max(initial=-np.inf) == -np.inf:
-        return Drawn(row.eos_id, 0, score, given_up=True)
     if row.temperature > 0:
         scale = np.float32(1.0) / np.float32(row.temperature)
         score = value * scale + noise(row.seed, row.step, np.arange(size))
-        if row.top_p < 1:
-            inside = _nucleus(value, scale, np.float32(row.top_p))
-            tiers = [inside, ~inside]
     refused = 0
-    for token in _ranked(score, tiers):
-        if allows(token):
-            return Drawn(token, refused, score)
-        refused += 1
-        if refused == CANDIDATES:
-            break
-    return Drawn(row.eos_id, refused, score, given_up=True)
+    floors = []
+    if not row.strict:
+        floors = [_floor(row, value)]
+        for token in _ranked(score, value >= floors[0])[:CANDIDATES]:
+            if legal(token):
+                return Drawn(token, refused, score)
+            refused += 1
+    value = np.where([legal(token) for token in range(size)], value, np.float32(-np.inf))
+    score = np.where(value > -np.inf, score, np.float32(-np.inf))
+    for floor in [*floors, _floor(row, value)]:
+        found = _ranked(score, value >= floor)
+        if found:
+            return Drawn(found[0], refused, score, event=1)
+    return Drawn(row.eos_id, refused, score, event=2)
 
 
-def _ranked(score: Array, tiers: list[Array]) -> Iterator[int]:
-    """Yield ids by falling score, the lower id first among equal ones; minus infinity is never drawn."""
-    for tier in tiers:
-        ids = np.flatnonzero(tier & (score > -np.inf))
-        yield from ids[np.lexsort((ids, -score[ids]))].tolist()
+def _ranked(score: Array, kept: Array) -> list[int]:
+    """Return ids by falling score, the lower id first among equal ones; minus infinity is never drawn."""
+    ids = np.flatnonzero(kept & (score > -np.inf))
+    ranked: list[int] = ids[np.lexsort((ids, -score[ids]))].tolist()
+    return ranked
 
 
-def _nucleus(value: Array, scale: np.float32, top_p: np.float32) -> Array:
-    """Return which tokens are in the nucleus; weights are whole numbers, so their sum has no order."""
-    weights = (np.exp((value - value.max()) * scale) * np.float32(2.0**24) + np.float32(0.5)).astype(np.int32)
-    need = int(np.float64(top_p) * np.float64(weights.sum(dtype=np.int64)))
-    heaviest = np.sort(weights)[::-1].astype(np.int64)
-    least = max(1, int(heaviest[int(np.argmax(np.cumsum(heaviest) >= need))]))
-    inside: Array = weights >= least
-    return inside
+def _floor(row: Draw, value: Array) -> np.float32:
+    """Return the least logit that is kept; weights are whole numbers, so their sum has no order."""
+    real = np.sort(value[value > -np.inf])[::-1]
+    least = LOWEST
+    if row.temperature <= 0 or not len(real):
+        return least
+    heat, top_p = np.float32(row.temperature), np.float32(row.top_p)
+    if 0 < row.top_k <= len(real):
+        least = real[row.top_k - 1]
+    if top_p < 1:
+        kept = real[real >= least]
+        weights = (
+            np.exp((kept - real[0]) * (np.float32(1) / heat)) * np.float32(2.0**24) + np.float32(0.5)
+        ).astype(np.int64)
+        need = int(np.float64(top_p) * np.float64(weights.sum()))
+        least = kept[int(np.argmax(np.cumsum(weights) >= need))]
+    if row.min_p > 0:
+        share = min(real[0] + heat * np.log(np.float32(row.min_p)), real[0])
+        least = max(least, share)
+    return np.float32(least)
 
 
 def noise(seed: int, step: int, ids: Array) -> Array:

@@ -19,6 +19,7 @@ from ralbuild.simulate.buffers import Tables, arguments, slot_buffers, table_buf
 from ralbuild.simulate.cases import COLUMNS, random_cases, random_draws, text_case, user_buffers
 from ralbuild.simulate.compare import SLOTS, Case, Comparison, compare_transduce
 from ralbuild.simulate.compare_draws import compare_sample
+from ralbuild.simulate.compare_feedback import compare_around
 from ralbuild.simulate.faults import FaultError
 from ralbuild.simulate.profile import Profile, Profiler
 from ralbuild.simulate.ptx.model import Module
@@ -28,6 +29,8 @@ from ralbuild.simulate.session import Argument, Options, Session
 USER_SLOTS = 8
 DRAWS_SHARE = 4
 """One draw is compared for so many texts."""
+AROUND_SHARE = 64
+"""One launch of `penalize` and of `feedback`, 16 slots each, for so many texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,9 @@ def _run(
     if kernel.name == "sample":
         draws = random_draws(tables, max(1, work.cases // DRAWS_SHARE), work.seed)
         return compare_sample(module, kernel, tables, draws, options, observers=observers)
+    if kernel.name in ("penalize", "feedback"):
+        launches = max(1, work.cases // AROUND_SHARE)
+        return compare_around(module, kernel, tables, launches, work.seed, options, observers)
     raise CompileError(f"there is no executor for the kernel {kernel.name!r}", place="bundle")
 
 
