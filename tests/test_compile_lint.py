@@ -179,7 +179,8 @@ def test_the_checked_sample_compiles_under_strict_with_its_values_in_the_bundle(
     done = ralbuild(*command, "--strict", "--json", cwd=tmp_path)
     assert done.code == 0, done.err
     bundle = json.loads(done.out)
-    assert [step["kernel"] for step in bundle["patch"]] == ["sample", "transduce", "bold_tokens"]
+    steps = [step["kernel"] for step in bundle["patch"]]
+    assert steps == ["penalize", "sample", "transduce", "bold_tokens", "feedback"]
     (kernel,) = (item for item in bundle["kernels"] if item["user"])
     data = (tmp_path / ".ral_cache/objects" / kernel["data"]["sha256"]).read_bytes()
     arrays = {name: view.tolist() for name, view in read_arrays(data, "data").arrays.items()}

@@ -133,10 +133,21 @@ def test_kernels_run_by_ascending_priority_around_the_declarative_step() -> None
         step("first", 10, "token"),
         step("second", 100, "output_len"),
     ]
-    names = ("logits", "sample", "first", "early", "transduce", "same", "second", "late")
+    names = (
+        "logits",
+        "penalize",
+        "sample",
+        "first",
+        "early",
+        "transduce",
+        "same",
+        "second",
+        "late",
+        "feedback",
+    )
     assert step_order(kernels, [100]) == names
     assert step_order(kernels, []) == names
-    assert step_order([], []) == ("sample", "transduce")
+    assert step_order([], []) == ("penalize", "sample", "transduce", "feedback")
 
 
 @pytest.mark.parametrize(

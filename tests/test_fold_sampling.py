@@ -12,8 +12,10 @@ import pytest
 from ralbuild.config.load import LoadedConfig, load_config
 from ralbuild.contract.bundle import Bounds, Profile, Route, Sampling, TokenBias
 from ralbuild.contract.codec import from_plain, parse_json, to_plain
+from ralbuild.contract.routes import read_routes
 from ralbuild.errors import CompileError, ConfigError
 from ralbuild.fold.folding import fold
+from ralbuild.fold.routes import RoutePatterns
 from ralbuild.fold.rules import collect_rules
 from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.requests import parse_chat
@@ -101,7 +103,8 @@ def service(sampling: Sampling, kind: str = "bold") -> Service:
         engine=SimpleNamespace(max_seq_len=100),
     )
     prompts: Any = SimpleNamespace(chat=lambda _: (1, 2), vocab=TOKENS)
-    return Service(bundle, "", prompts, None, None)  # type: ignore[arg-type]
+    routes = read_routes(RoutePatterns(["a"]).table(), "routes", 1)
+    return Service(bundle, routes, "", prompts, None, None)  # type: ignore[arg-type]
 
 
 def draw_of(route: str, sampling: Sampling, kind: str = "bold", **fields: Any) -> Any:

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ralbuild"
 
 ORDER = [
-    "errors", "report", "contract", "pins", "digests", "signing", "config", "weights", "fold", "kernels", "compile",
-    "cache", "simulate", "render", "image", "supply", "release", "debug", "pipeline", "doctor", "cli",
+    "errors", "contract", "pins", "digests", "signing", "config", "weights", "fold", "kernels", "compile",
+    "cache", "simulate", "render", "image", "supply", "report", "release", "debug", "pipeline", "doctor", "cli",
 ]  # fmt: skip
 """A module may import only rooms to its left, and its own. docs/architecture.md draws it."""
 
