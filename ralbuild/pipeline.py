@@ -28,7 +28,7 @@ from ralbuild.fold.plan_text import plan_text
 from ralbuild.image.assemble import Image, assemble_image
 from ralbuild.image.base import build_base, ensure_base
 from ralbuild.image.context import write_context
-from ralbuild.image.outputs import Output
+from ralbuild.image.outputs import ArchiveOutput, Output
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
 from ralbuild.image.reader import read_base
@@ -36,6 +36,10 @@ from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
 from ralbuild.report import Report, format_bytes
+from ralbuild.supply.attest import NOTHING, Wanted, attest_image
+from ralbuild.supply.sbom import spdx_name
+from ralbuild.supply.secrets import refuse_secrets
+from ralbuild.weights.card import read_license
 from ralbuild.weights.findings import FoundError
 from ralbuild.weights.scan import ScannedModel, verify_folder
 from ralbuild.weights.scan import Verdict as FolderVerdict
@@ -58,6 +62,8 @@ class BuildRequest:
         base: an OCI layout to build on; None takes the embedded base.
         rehash: read every weight byte again.
         check_repro: compile every kernel twice and compare.
+        attest: what to store beside the image.
+        ignored_secrets: places (``file:line``) that look like a secret and are none.
     """
 
     model: Path
@@ -68,6 +74,8 @@ class BuildRequest:
     base: Path | None = None
     rehash: bool = False
     check_repro: bool = False
+    attest: Wanted = NOTHING
+    ignored_secrets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +100,10 @@ def build_image(
 ) -> tuple[Compiled, Image, WrittenImage]:
     """Verify, fold, compile, plan and write an image."""
     _refuse_target(request.target)
+    _refuse_outputs(request.attest, outputs)
     compiled = compile_model(request, report)
-    _, image = assemble(request, compiled, report)
+    plan, image = assemble(request, compiled, report)
+    image = _attest(image, tag, plan, request, request.base or ensure_base(request.target, report), report)
     with report.stage("write") as stage:
         written = write_image(
             image,
@@ -236,9 +246,10 @@ def write_base(target: Target, output: Output, tag: str, report: Report, *, refr
 
 def assemble(request: BuildRequest, compiled: Compiled, report: Report) -> tuple[ImagePlan, Image]:
     """Put the compiled parts on a base and compute every digest; nothing is written."""
+    config = (compiled.loaded.path.name, compiled.loaded.source)
+    refuse_secrets((config, *compiled.model.files), request.ignored_secrets)
     with report.stage("base") as stage:
-        layout = request.base or ensure_base(request.target, report)
-        base = read_base(layout)
+        base = read_base(request.base or ensure_base(request.target, report))
         size = sum(layer.size for layer in base.layers)
         stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
     parts = ImageParts(
@@ -250,9 +261,33 @@ def assemble(request: BuildRequest, compiled: Compiled, report: Report) -> tuple
         config_source=compiled.loaded.source,
         created=source_date(),
         mtime=LAYER_MTIME,
+        license=spdx_name(read_license(request.model)),
     )
     plan = plan_image(base, parts)
     return plan, assemble_image(plan)
+
+
+def _attest(
+    image: Image, tag: str, plan: ImagePlan, request: BuildRequest, base: Path, report: Report
+) -> Image:
+    """Return the image with the artifacts that were asked for beside it."""
+    if not request.attest:
+        return image
+    with report.stage("attest") as stage:
+        image = attest_image(image, plan, base, request.attest)
+        stage.summary = str(request.attest)
+    if not tag:
+        report.note("skopeo and podman need a name to tell the image from what lies beside it: --tag")
+    return image
+
+
+def _refuse_outputs(wanted: Wanted, outputs: tuple[Output, ...]) -> None:
+    if wanted and all(isinstance(output, ArchiveOutput) for output in outputs):
+        raise UsageError(
+            "what is signed and attested lies beside an image, and an archive has no place for it",
+            place="--output",
+            hint="add --output oci:DIR",
+        )
 
 
 def source_date() -> int:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ralbuild"
 
 ORDER = [
-    "errors", "contract", "pins", "digests", "config", "weights", "fold", "kernels", "compile", "cache",
+    "errors", "contract", "pins", "digests", "signing", "config", "weights", "fold", "kernels", "compile", "cache",
     "simulate", "render", "image", "supply", "release", "report", "pipeline", "doctor", "cli",
 ]  # fmt: skip
 """A module may import only rooms to its left, and its own. docs/architecture.md draws it."""
@@ -27,6 +27,7 @@ DOORS = {
     "jinja2": {"render.py", "runtime/chat.py", "weights/template_worker.py"},
     "rich": {"report.py"},
     "triton": {"compile/worker.py", "kernels/transduce.py", "kernels/sample.py"},
+    "cryptography": {"signing.py"},
     "tokenizers": {"weights/tokenizer.py", "runtime/tokens.py"},
     "docker": set(),
 }
@@ -112,7 +113,7 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys; from ralbuild.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'triton','torch','docker','jinja2','yaml','rich','pydantic','numpy','tokenizers'} & set(sys.modules)\n"
+        "heavy = {'triton','torch','docker','jinja2','yaml','rich','pydantic','numpy','tokenizers','cryptography'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -126,5 +127,5 @@ def test_declared_dependencies_are_the_ones_with_a_door() -> None:
 
     declared = {re.match(r"[A-Za-z0-9_-]+", item)[0] for item in project["dependencies"]}
     assert declared <= {
-        "docker", "jinja2", "numpy", "nvidia-cuda-nvcc-cu12", "pydantic", "pyyaml", "rich", "tokenizers", "triton",
+        "cryptography", "docker", "jinja2", "numpy", "nvidia-cuda-nvcc-cu12", "pydantic", "pyyaml", "rich", "tokenizers", "triton",
     }  # fmt: skip

@@ -5,22 +5,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ralbuild.cli.options import (
     add_base_option,
     add_build_options,
+    add_key_option,
     add_report_options,
     base_folder,
     build_request,
     chosen_report,
+    signing_key,
 )
+from ralbuild.errors import UsageError
 
 if TYPE_CHECKING:
     from ralbuild.image.assemble import Image
     from ralbuild.image.write import WrittenImage
     from ralbuild.pipeline import Compiled
     from ralbuild.report import Report
+    from ralbuild.supply.attest import Wanted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="oci:DIR or archive:FILE, may be given several times; default: oci:./ral-image",
     )
     parser.add_argument("--tag", default="", metavar="NAME[:TAG]", help="name of the image in its outputs")
+    add_key_option(parser, "--sign", "sign the image with this P-256 key (PEM)")
+    parser.add_argument("--sbom", action="store_true", help="store a CycloneDX bill of materials beside it")
+    parser.add_argument("--provenance", action="store_true", help="store SLSA v1 provenance beside it")
+    parser.add_argument("--builder", default="", metavar="URI", help="who runs this build, for --provenance")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="FILE:LINE",
+        help="what looks like a secret there is none; repeatable",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and write no image"
     )
@@ -49,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     report = chosen_report(options)
     outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])
     tag = parse_tag(options.tag) if options.tag else ""
-    request = build_request(options, base=base_folder(options))
+    request = replace(build_request(options, base=base_folder(options)), attest=_wanted(options))
     if options.dry_run:
         compiled, image = plan_only(request, report)
         print(_json(compiled, image, None, report) if options.json else _table(image))
@@ -59,6 +75,18 @@ def run(options: argparse.Namespace) -> int:
     if not options.json and not options.quiet and sys.stderr.isatty() and not options.output:
         print("next: ralbuild run oci:./ral-image", file=sys.stderr)
     return 0
+
+
+def _wanted(options: argparse.Namespace) -> Wanted:
+    from ralbuild.supply.attest import Wanted
+    from ralbuild.supply.provenance import LOCAL_BUILDER
+
+    if options.builder and not options.provenance:
+        raise UsageError("says who runs the build, but no --provenance is asked for", place="--builder")
+    if options.builder and ":" not in options.builder:
+        raise UsageError(f"needs a URI, found {options.builder!r}", place="--builder")
+    builder = options.builder or LOCAL_BUILDER
+    return Wanted(signing_key(options), sbom=options.sbom, provenance=options.provenance, builder=builder)
 
 
 def _table(image: Image) -> str:
@@ -90,5 +118,6 @@ def _json(compiled: Compiled, image: Image, written: WrittenImage | None, report
             }
             for layer in image.layers
         ],
+        "artifacts": [item.entry() for item in image.artifacts],
     }
     return json.dumps(answer, indent=2)

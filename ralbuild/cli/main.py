@@ -31,9 +31,13 @@ VERBS = {
     "base": "build the base image: Debian, Python, locked packages",
     "image": "build the image: the main job",
     "inspect": "show what an image holds",
+    "diff": "show what changed between two images, and what that moves",
+    "rebase": "put an image on another base without reading its weights",
+    "sign": "sign an image, or store its bill of materials",
+    "verify-image": "check an image's signature, provenance and every byte",
     "run": "run an image without docker",
 }
-"""Every verb is the module `ralbuild.cli.<verb>` (with ``_cmd`` added) with `add_arguments` and `run`."""
+"""Every verb is the module `ralbuild.cli.<verb>_cmd` (``_`` for ``-``) with `add_arguments` and `run`."""
 
 EXIT_CODES = (
     "exit codes: 0 done, 1 a bug in ralbuild, 2 usage or config, 3 weights, 4 compile, 5 cache, "
@@ -95,7 +99,7 @@ def _dispatch(arguments: list[str]) -> int:
     for verb, summary in VERBS.items():
         child = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if verb == named:
-            module = importlib.import_module(f"ralbuild.cli.{verb}_cmd")
+            module = importlib.import_module(f"ralbuild.cli.{verb.replace('-', '_')}_cmd")
             module.add_arguments(child)
             child.set_defaults(run=module.run)
     options = parser.parse_args(arguments)

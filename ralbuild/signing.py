@@ -1,0 +1,92 @@
+"""Signatures with a key of your own: ECDSA on P-256 with SHA-256, the kind that cosign makes and checks.
+
+The same key and bytes always give the same signature (RFC 6979), so signing keeps a build reproducible.
+Only this module imports cryptography.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from ralbuild.contract.codec import sha256_hex
+from ralbuild.digests import open_regular
+from ralbuild.errors import UsageError
+
+PrivateKey = ec.EllipticCurvePrivateKey
+PublicKey = ec.EllipticCurvePublicKey
+
+_KEY_LIMIT = 1 << 16
+_MAKE_ONE = "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out sign.key"
+_DETERMINISTIC = ec.ECDSA(hashes.SHA256(), deterministic_signing=True)
+
+
+def load_private_key(path: Path, password: bytes | None = None) -> PrivateKey:
+    """Return the P-256 private key of a PEM file.
+
+    Raises:
+        UsageError: when there is no such key in it, or ``password`` does not open it.
+    """
+    data = _read(path)
+    if b"SIGSTORE PRIVATE KEY" in data or b"COSIGN PRIVATE KEY" in data:
+        raise UsageError(
+            "is a key in cosign's own encrypted format", place=str(path), hint=f"make a PEM key: {_MAKE_ONE}"
+        )
+    try:
+        key = serialization.load_pem_private_key(data, password)
+    except TypeError:
+        what = "needs a password" if password is None else "is not encrypted, but a password is set"
+        raise UsageError(what, place=str(path), hint="RALBUILD_KEY_PASSWORD holds it") from None
+    except (ValueError, UnsupportedAlgorithm):
+        what = "is not a private key in PEM format" + (", or the password is wrong" if password else "")
+        raise UsageError(what, place=str(path), hint=_MAKE_ONE) from None
+    if not isinstance(key, PrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise UsageError("is not a key for ECDSA on P-256", place=str(path), hint=_MAKE_ONE)
+    return key
+
+
+def load_public_key(path: Path) -> PublicKey:
+    """Return the P-256 public key of a PEM file.
+
+    Raises:
+        UsageError: when there is no such key in it.
+    """
+    hint = "openssl pkey -in sign.key -pubout -out sign.pub"
+    try:
+        key = serialization.load_pem_public_key(_read(path))
+    except (ValueError, UnsupportedAlgorithm):
+        raise UsageError("is not a public key in PEM format", place=str(path), hint=hint) from None
+    if not isinstance(key, PublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise UsageError("is not a key for ECDSA on P-256", place=str(path), hint=hint)
+    return key
+
+
+def sign(key: PrivateKey, data: bytes) -> bytes:
+    """Return the DER signature of ``data``; the same key and data give the same bytes."""
+    return key.sign(data, _DETERMINISTIC)
+
+
+def verify(key: PublicKey, data: bytes, signature: bytes) -> bool:
+    """Tell whether ``signature`` is one of ``data`` by ``key``."""
+    try:
+        key.verify(signature, data, ec.ECDSA(hashes.SHA256()))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def key_id(key: PublicKey) -> str:
+    """Return the SHA-256, in hex, of the key's DER form: its name in bundles and messages."""
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return sha256_hex(key.public_bytes(serialization.Encoding.DER, form))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read(_KEY_LIMIT)
+    except OSError as error:
+        raise UsageError(f"the key cannot be read: {error.strerror}", place=str(path)) from None

@@ -1,0 +1,124 @@
+"""What is stored beside an image when it is signed: which artifacts, from which facts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ralbuild.digests import DigestCache
+from ralbuild.image.artifacts import Artifact, make_artifact
+from ralbuild.image.assemble import Image
+from ralbuild.image.disk import Note
+from ralbuild.image.layers import Progress
+from ralbuild.image.outputs import LayoutOutput
+from ralbuild.image.plan import FileEntry, ImagePlan
+from ralbuild.image.reader import open_image
+from ralbuild.image.stored import stored_image
+from ralbuild.image.write import write_image
+from ralbuild.signing import PrivateKey
+from ralbuild.supply.facts import ImageFacts, read_facts, stored_facts
+from ralbuild.supply.provenance import (
+    LOCAL_BUILDER,
+    PROVENANCE_PREDICATE,
+    STATEMENT_MEDIA_TYPE,
+    provenance,
+    statement,
+)
+from ralbuild.supply.sbom import SBOM_PREDICATE, SBOM_TYPE, sbom_json
+from ralbuild.supply.signature import bundle_artifact, signature_artifacts
+
+PREDICATE_TYPE = "in-toto.io/predicate-type"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to store beside an image: a signature by ``key``, its bill of materials, its provenance.
+
+    With a key, bill and provenance are signed too. ``builder`` is the URI of who ran the build.
+    """
+
+    key: PrivateKey | None = None
+    sbom: bool = False
+    provenance: bool = False
+    builder: str = LOCAL_BUILDER
+
+    def __bool__(self) -> bool:
+        return self.key is not None or self.sbom or self.provenance
+
+    def __str__(self) -> str:
+        names = {"signature": self.key is not None, "sbom": self.sbom, "provenance": self.provenance}
+        return ", ".join(name for name, wanted in names.items() if wanted)
+
+
+NOTHING = Wanted()
+
+
+def attest_image(image: Image, plan: ImagePlan, base: Path, wanted: Wanted) -> Image:
+    """Return an image that is yet to be written with what is wanted beside it.
+
+    Args:
+        image, plan: as assembled.
+        base: the layout of its base.
+        wanted: what to make.
+
+    Raises:
+        ImageError: when the base cannot be read.
+    """
+    ours = {
+        entry.path: entry.source
+        for layer in plan.layers
+        for entry in layer.entries
+        if isinstance(entry, FileEntry) and isinstance(entry.source, bytes)
+    }
+    with open_image(base) as stored:
+        facts = read_facts(
+            image.manifest,
+            json.loads(image.config),
+            lambda path: ours.get(path.strip("/")) or stored.read_file(path),
+            str(base),
+        )
+    return replace(image, artifacts=make_artifacts(facts, wanted))
+
+
+def sign_stored(
+    layout: Path, tag: str, wanted: Wanted, cache: DigestCache, progress: Progress | None, note: Note
+) -> Image:
+    """Store what is wanted beside an image of a layout, and return the image.
+
+    Every byte of it that this machine has not hashed before is hashed first: what is signed is what is
+    there. See `ralbuild.image.write.write_image` for the last three arguments.
+
+    Raises:
+        ImageError: when there is no such image of ralbuild, or a blob is damaged.
+        HostError: when the layout cannot be written.
+    """
+    with open_image(layout, tag) as stored:
+        name, artifacts = stored.name, make_artifacts(stored_facts(stored), wanted)
+    image = replace(stored_image(layout, name), artifacts=artifacts)
+    write_image(image, (LayoutOutput(layout),), tag=name, cache=cache, progress=progress, note=note)
+    return image
+
+
+def make_artifacts(facts: ImageFacts, wanted: Wanted) -> tuple[Artifact, ...]:
+    """Return the artifacts that are wanted; the same facts and key give the same bytes."""
+    subject, key = facts.manifest_json, wanted.key
+    found: list[Artifact] = []
+    if key is not None:
+        found += signature_artifacts(subject, facts.created, key)
+    if wanted.sbom:
+        bill = sbom_json(facts)
+        # As it is, because that is what scanners look for; signed, because that is what can be trusted.
+        found.append(make_artifact(subject, SBOM_TYPE, bill, {}))
+        if key is not None:
+            text = statement(facts, SBOM_PREDICATE, json.loads(bill))
+            found.append(bundle_artifact(subject, text, SBOM_PREDICATE, facts.created, key))
+    if wanted.provenance:
+        text = statement(facts, PROVENANCE_PREDICATE, provenance(facts, wanted.builder))
+        if key is not None:
+            found.append(bundle_artifact(subject, text, PROVENANCE_PREDICATE, facts.created, key))
+        else:
+            found.append(
+                make_artifact(subject, STATEMENT_MEDIA_TYPE, text, {PREDICATE_TYPE: PROVENANCE_PREDICATE})
+            )
+    return tuple(found)
