@@ -31,12 +31,12 @@ from ralbuild.image.context import write_context
 from ralbuild.image.outputs import ArchiveOutput, Output
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
-from ralbuild.image.reader import read_base
+from ralbuild.image.reader import open_image, read_base
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
 from ralbuild.report import Report, format_bytes
-from ralbuild.supply.attest import NOTHING, Wanted, attest_image
+from ralbuild.supply.attest import NOTHING, Wanted, attest_image, planned_files
 from ralbuild.supply.sbom import spdx_name
 from ralbuild.supply.secrets import refuse_secrets
 from ralbuild.weights.card import read_license
@@ -273,8 +273,8 @@ def _attest(
     """Return the image with the artifacts that were asked for beside it."""
     if not request.attest:
         return image
-    with report.stage("attest") as stage:
-        image = attest_image(image, plan, base, request.attest)
+    with report.stage("attest") as stage, open_image(base) as stored:
+        image = attest_image(image, planned_files(plan, stored), request.attest, str(base))
         stage.summary = str(request.attest)
     if not tag:
         report.note("skopeo and podman need a name to tell the image from what lies beside it: --tag")

@@ -125,9 +125,12 @@ def _read_index(folder: Path) -> dict[str, Any]:
 def _add_image(blobs: BlobFolder, image: Image, progress: Progress | None) -> frozenset[str]:
     """Write the blobs that are missing; return the layers that were there."""
     reused = frozenset(
-        layer.digest.sha256 for layer in image.unique_layers if blobs.has(layer.digest, progress)
+        layer.digest.sha256
+        for layer in image.unique_layers
+        if blobs.has_same(layer.recipe, layer.digest) or blobs.has(layer.digest, progress)
     )
     missing = [layer for layer in image.unique_layers if layer.digest.sha256 not in reused]
+    missing = [layer for layer in missing if not blobs.link(layer.recipe, layer.digest)]
     files = [file for layer in missing for file in layer.recipe.copied_files]
     check_room(blobs.path, _SLACK + sum(layer.digest.size for layer in missing), files)
     for layer in missing:

@@ -32,9 +32,9 @@ from ralbuild.weights.scan import ScannedModel
 
 BASE_LABELS = "io.ralbuild.base."
 BASE_CONTRACT = f"{BASE_LABELS}contract"
-LICENSES = "org.opencontainers.image.licenses"
 OUR_LABELS = "io.ralbuild."
-"""Prefix of every label that an image adds to its base's, but for `LICENSES` and those of the base."""
+"""Prefix of every label that an image adds to its base's; those of a base start with `BASE_LABELS`."""
+LICENSE_LABEL = "io.ralbuild.model.license"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def image_labels(parts: ImageParts) -> dict[str, str]:
         "io.ralbuild.rules": str(len(bundle.rules)),
     }
     if parts.license:
-        labels[LICENSES] = parts.license
+        labels[LICENSE_LABEL] = parts.license
     archs = sorted({item.arch for kernel in bundle.kernels for item in kernel.objects})
     if archs:
         pins = load_pins()

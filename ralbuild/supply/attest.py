@@ -13,11 +13,11 @@ from ralbuild.image.disk import Note
 from ralbuild.image.layers import Progress
 from ralbuild.image.outputs import LayoutOutput
 from ralbuild.image.plan import FileEntry, ImagePlan
-from ralbuild.image.reader import open_image
+from ralbuild.image.reader import StoredImage, open_image
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import write_image
 from ralbuild.signing import PrivateKey
-from ralbuild.supply.facts import ImageFacts, read_facts, stored_facts
+from ralbuild.supply.facts import ImageFacts, ReadFile, read_facts, stored_facts
 from ralbuild.supply.provenance import (
     LOCAL_BUILDER,
     PROVENANCE_PREDICATE,
@@ -54,31 +54,31 @@ class Wanted:
 NOTHING = Wanted()
 
 
-def attest_image(image: Image, plan: ImagePlan, base: Path, wanted: Wanted) -> Image:
+def attest_image(image: Image, read_file: ReadFile, wanted: Wanted, place: str) -> Image:
     """Return an image that is yet to be written with what is wanted beside it.
 
     Args:
-        image, plan: as assembled.
-        base: the layout of its base.
+        image: as assembled.
+        read_file: finds a file that will be in it, by its absolute path.
         wanted: what to make.
+        place: for messages.
 
     Raises:
-        ImageError: when the base cannot be read.
+        ImageError: when a file that says what is in the image is missing or wrong.
     """
+    facts = read_facts(image.manifest, json.loads(image.config), read_file, place)
+    return replace(image, artifacts=make_artifacts(facts, wanted))
+
+
+def planned_files(plan: ImagePlan, base: StoredImage) -> ReadFile:
+    """Return what finds a file of a planned image: in its own small layers, else in its base."""
     ours = {
-        entry.path: entry.source
+        f"/{entry.path}": entry.source
         for layer in plan.layers
         for entry in layer.entries
         if isinstance(entry, FileEntry) and isinstance(entry.source, bytes)
     }
-    with open_image(base) as stored:
-        facts = read_facts(
-            image.manifest,
-            json.loads(image.config),
-            lambda path: ours.get(path.strip("/")) or stored.read_file(path),
-            str(base),
-        )
-    return replace(image, artifacts=make_artifacts(facts, wanted))
+    return lambda path: ours[path] if path in ours else base.read_file(path)
 
 
 def sign_stored(

@@ -13,7 +13,7 @@ from ralbuild.contract.manifest import ModelManifest
 from ralbuild.contract.places import BASE_MANIFEST, BUNDLE_FILE, OBJECTS_DIR
 from ralbuild.errors import ImageError
 from ralbuild.image.oci import digest_of
-from ralbuild.image.planning import LICENSES
+from ralbuild.image.planning import LICENSE_LABEL
 from ralbuild.image.reader import StoredImage
 
 BASE_DIGEST = "org.opencontainers.image.base.digest"
@@ -71,9 +71,9 @@ class ImageFacts:
         return self.annotations.get(BASE_DIGEST, "")
 
     @property
-    def licenses(self) -> str:
+    def license(self) -> str:
         """The model's licence as its card says, an SPDX id where there is one; may be empty."""
-        return self.labels.get(LICENSES, "")
+        return self.labels.get(LICENSE_LABEL, "")
 
 
 def stored_facts(image: StoredImage) -> ImageFacts:

@@ -71,7 +71,7 @@ def spdx_name(card: str) -> str:
     return SPDX.get(card.lower(), card)
 
 
-def licence_choice(name: str) -> list[dict[str, Any]]:
+def license_choice(name: str) -> list[dict[str, Any]]:
     """Return CycloneDX's ``licenses`` for a licence as the image's label has it; empty for none."""
     if not name:
         return []
@@ -136,7 +136,7 @@ def _model(facts: ImageFacts) -> Component:
             }.items()
         ),
     }
-    licences = licence_choice(facts.licenses)
+    licences = license_choice(facts.license)
     return value | ({"licenses": licences} if licences else {})
 
 
