@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -105,6 +106,19 @@ def render_dockerfile(facts: DockerfileFacts) -> RenderedFile:
     values["model_files"] = [f"models/{name}" for name in facts.model_files]
     text = environment.from_string(source).render(values)
     return RenderedFile("Dockerfile", text.encode())
+
+
+def render_page(values: Mapping[str, Any]) -> bytes:
+    """Render a self-contained HTML report; every value is escaped.
+
+    Args:
+        values: what ``templates/report.html.j2`` shows: title, subtitle, facts and sections.
+    """
+    environment = Environment(
+        undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    source = (template_dir() / "report.html.j2").read_text("utf-8")
+    return environment.from_string(source).render(values).encode()
 
 
 def entrypoint() -> RenderedFile:

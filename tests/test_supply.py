@@ -20,9 +20,9 @@ from supply_cases import Work, artifacts, blob, build, index, make_key, signed_w
 
 from ralbuild import signing
 from ralbuild.contract.bundle import Kernel, KernelObject, ObjectRef
+from ralbuild.image.facts import ImageFacts, stored_facts
 from ralbuild.image.reader import open_image
 from ralbuild.supply.attest import Wanted, make_artifacts
-from ralbuild.supply.facts import ImageFacts, stored_facts
 from ralbuild.supply.sbom import sbom_json
 
 SIGN, BOM, SLSA = (

@@ -25,6 +25,7 @@ from ralbuild.contract.places import (
     USER_ID,
 )
 from ralbuild.errors import ImageError
+from ralbuild.image.oci import LICENSE_LABEL
 from ralbuild.image.plan import BaseImage, FileEntry, ImageConfig, ImagePlan, LayerPlan, weight_layer
 from ralbuild.pins import load_pins
 from ralbuild.render import entrypoint
@@ -34,7 +35,6 @@ BASE_LABELS = "io.ralbuild.base."
 BASE_CONTRACT = f"{BASE_LABELS}contract"
 OUR_LABELS = "io.ralbuild."
 """Prefix of every label that an image adds to its base's; those of a base start with `BASE_LABELS`."""
-LICENSE_LABEL = "io.ralbuild.model.license"
 
 
 @dataclass(frozen=True, slots=True)

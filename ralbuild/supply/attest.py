@@ -10,6 +10,7 @@ from ralbuild.digests import DigestCache
 from ralbuild.image.artifacts import Artifact, make_artifact
 from ralbuild.image.assemble import Image
 from ralbuild.image.disk import Note
+from ralbuild.image.facts import ImageFacts, ReadFile, read_facts, stored_facts
 from ralbuild.image.layers import Progress
 from ralbuild.image.outputs import LayoutOutput
 from ralbuild.image.plan import FileEntry, ImagePlan
@@ -17,7 +18,6 @@ from ralbuild.image.reader import StoredImage, open_image
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import write_image
 from ralbuild.signing import PrivateKey
-from ralbuild.supply.facts import ImageFacts, ReadFile, read_facts, stored_facts
 from ralbuild.supply.provenance import (
     LOCAL_BUILDER,
     PROVENANCE_PREDICATE,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ralbuild.contract.codec import canonical_json
+from ralbuild.image.facts import ImageFacts
 from ralbuild.pins import load_pins
-from ralbuild.supply.facts import ImageFacts
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 STATEMENT_MEDIA_TYPE = "application/vnd.in-toto+json"

@@ -13,7 +13,7 @@ from typing import Any
 
 from ralbuild.contract.bundle import Kernel, ObjectRef
 from ralbuild.contract.codec import canonical_json
-from ralbuild.supply.facts import BASE_NAME, ImageFacts, Package
+from ralbuild.image.facts import BASE_NAME, ImageFacts, Package
 
 SBOM_TYPE = "application/vnd.cyclonedx+json"
 SBOM_PREDICATE = "https://cyclonedx.org/bom"

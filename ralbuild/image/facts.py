@@ -12,8 +12,7 @@ from ralbuild.contract.codec import FormatError, from_plain, parse_json, sha256_
 from ralbuild.contract.manifest import ModelManifest
 from ralbuild.contract.places import BASE_MANIFEST, BUNDLE_FILE, OBJECTS_DIR
 from ralbuild.errors import ImageError
-from ralbuild.image.oci import digest_of
-from ralbuild.image.planning import LICENSE_LABEL
+from ralbuild.image.oci import LICENSE_LABEL, digest_of
 from ralbuild.image.reader import StoredImage
 
 BASE_DIGEST = "org.opencontainers.image.base.digest"
