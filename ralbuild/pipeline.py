@@ -36,7 +36,7 @@ from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
 from ralbuild.report import Report, format_bytes
-from ralbuild.supply.attest import NOTHING, Wanted, attest_image, planned_files
+from ralbuild.supply.attest import NOTHING, Wanted, attest_image, files_to_be
 from ralbuild.supply.sbom import spdx_name
 from ralbuild.supply.secrets import refuse_secrets
 from ralbuild.weights.card import read_license
@@ -120,12 +120,11 @@ def build_image(
     return compiled, image, written
 
 
-def plan_only(request: BuildRequest, report: Report) -> tuple[Compiled, Image]:
-    """Do everything but write the image: for ``--dry-run``."""
+def plan_only(request: BuildRequest, report: Report) -> tuple[Compiled, ImagePlan, Image]:
+    """Do everything but write the image: for ``--dry-run`` and ``--check-repro``."""
     _refuse_target(request.target)
     compiled = compile_model(request, report)
-    _, image = assemble(request, compiled, report)
-    return compiled, image
+    return compiled, *assemble(request, compiled, report)
 
 
 def verify_model(folder: Path, report: Report, *, rehash: bool = False) -> ScannedModel:
@@ -274,7 +273,7 @@ def _attest(
     if not request.attest:
         return image
     with report.stage("attest") as stage, open_image(base) as stored:
-        image = attest_image(image, planned_files(plan, stored), request.attest, str(base))
+        image = attest_image(image, files_to_be(plan, stored), request.attest, str(base))
         stage.summary = str(request.attest)
     if not tag:
         report.note("skopeo and podman need a name to tell the image from what lies beside it: --tag")

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import ralbuild
-from supply_cases import Work, build, signed_work, write_small_base
+from supply_cases import Work, build, ralbuild, signed_work, write_small_base
 
 from ralbuild.contract.bundle import Kernel, KernelObject, ObjectRef
 from ralbuild.image.diff import _kernels

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_support import ralbuild
-from supply_cases import Work, blob, build, index, signed_work, write_small_base
+from supply_cases import Work, blob, build, index, ralbuild, signed_work, write_small_base
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import ralbuild
-from supply_cases import Work, artifacts, blob, build, index, make_key, signed_work
+from supply_cases import Work, artifacts, blob, build, index, make_key, ralbuild, signed_work
 
 from ralbuild.contract.codec import canonical_json, sha256_hex
 from ralbuild.image.reader import open_image

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ralbuild.cli.options import (
     add_base_option,
@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what looks like a secret there is none; repeatable",
     )
     parser.add_argument(
+        "--check-repro",
+        action="store_true",
+        help="build twice under different conditions first, and name the first file that differs",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and write no image"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the digest")
@@ -59,19 +64,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Build an image; print its manifest digest and nothing else on standard output."""
+    from ralbuild.cli.repro import check_reproducible
+    from ralbuild.contract.codec import to_plain
     from ralbuild.image.outputs import parse_output, parse_tag
+    from ralbuild.image.plan import planned_files
     from ralbuild.pipeline import build_image, plan_only
 
     report = chosen_report(options)
     outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])
     tag = parse_tag(options.tag) if options.tag else ""
-    request = replace(build_request(options, base=base_folder(options)), attest=_wanted(options))
-    if options.dry_run:
-        compiled, image = plan_only(request, report)
-        print(_json(compiled, image, None, report) if options.json else _table(image))
-        return 0
+    request = build_request(options, base=base_folder(options))
+    # A whole second build compiles every kernel again anyway.
+    request = replace(request, attest=_wanted(options), check_repro=False)
+    if options.check_repro or options.dry_run:
+        compiled, plan, image = plan_only(request, report)
+        if options.check_repro:
+            check_reproducible(request, plan, image, report)
+        if options.dry_run:
+            files = to_plain(planned_files(plan))
+            print(_json(compiled, image, None, report, files) if options.json else _table(image))
+            return 0
     compiled, image, written = build_image(request, outputs, tag, report)
-    print(_json(compiled, image, written, report) if options.json else image.digest)
+    print(_json(compiled, image, written, report, []) if options.json else image.digest)
     if not options.json and not options.quiet and sys.stderr.isatty() and not options.output:
         print("next: ralbuild run oci:./ral-image", file=sys.stderr)
     return 0
@@ -99,7 +113,9 @@ def _table(image: Image) -> str:
     return "\n".join(lines)
 
 
-def _json(compiled: Compiled, image: Image, written: WrittenImage | None, report: Report) -> str:
+def _json(
+    compiled: Compiled, image: Image, written: WrittenImage | None, report: Report, files: list[Any]
+) -> str:
     reused = {layer.digest for layer in written.layers if layer.reused} if written else set()
     answer = {
         "manifest": image.digest,
@@ -120,4 +136,4 @@ def _json(compiled: Compiled, image: Image, written: WrittenImage | None, report
         ],
         "artifacts": [item.entry() for item in image.artifacts],
     }
-    return json.dumps(answer, indent=2)
+    return json.dumps(answer | ({"files": files} if files else {}), indent=2)

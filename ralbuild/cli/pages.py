@@ -105,7 +105,10 @@ def inspect_page(answer: dict[str, Any]) -> bytes:
         _table("Labels", ("label", "value"), sorted(answer["labels"].items())),
     ]
     return _page(
-        f"Image {answer['labels'].get('io.ralbuild.model', '')}", answer["manifest"], facts, sections
+        f"Image {answer['labels'].get('io.ralbuild.model', '')}",
+        "What it holds, and who decides what.",
+        facts,
+        sections,
     )
 
 

@@ -70,7 +70,7 @@ def attest_image(image: Image, read_file: ReadFile, wanted: Wanted, place: str) 
     return replace(image, artifacts=make_artifacts(facts, wanted))
 
 
-def planned_files(plan: ImagePlan, base: StoredImage) -> ReadFile:
+def files_to_be(plan: ImagePlan, base: StoredImage) -> ReadFile:
     """Return what finds a file of a planned image: in its own small layers, else in its base."""
     ours = {
         f"/{entry.path}": entry.source
