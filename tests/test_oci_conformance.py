@@ -111,18 +111,7 @@ def test_umoci_and_skopeo_read_an_image_that_has_artifacts_beside_it(work: Work,
     assert (bundle / "rootfs/models/tokenizer.json").read_bytes() == (
         work.root / "model/tokenizer.json"
     ).read_bytes()
-    copy = [
-        "skopeo",
-        "copy",
-        "--preserve-digests",
-        f"oci:{source}",
-        f"docker-archive:{tmp_path / 'a.tar'}:tiny:1",
-    ]
+    copy = ["skopeo", "copy", "--preserve-digests", f"oci:{source}", f"dir:{tmp_path / 'copy'}"]
     subprocess.run(copy, check=True, capture_output=True)
-    ids = [
-        subprocess.run(
-            ["skopeo", "inspect", "--config", "--raw", store], check=True, capture_output=True
-        ).stdout
-        for store in (f"oci:{source}", f"docker-archive:{tmp_path / 'a.tar'}")
-    ]
-    assert json.loads(ids[0])["rootfs"] == json.loads(ids[1])["rootfs"]
+    copied = (tmp_path / "copy/manifest.json").read_bytes()
+    assert f"sha256:{hashlib.sha256(copied).hexdigest()}" == work.digest
