@@ -28,7 +28,7 @@ from ralbuild.fold.plan_text import plan_text
 from ralbuild.image.assemble import Image, assemble_image
 from ralbuild.image.base import build_base, ensure_base
 from ralbuild.image.context import write_context
-from ralbuild.image.outputs import ArchiveOutput, Output
+from ralbuild.image.outputs import Output
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
 from ralbuild.image.reader import open_image, read_base
@@ -100,7 +100,7 @@ def build_image(
 ) -> tuple[Compiled, Image, WrittenImage]:
     """Verify, fold, compile, plan and write an image."""
     _refuse_target(request.target)
-    _refuse_outputs(request.attest, outputs)
+    request.attest.check_outputs(outputs)
     compiled = compile_model(request, report)
     plan, image = assemble(request, compiled, report)
     image = _attest(image, tag, plan, request, request.base or ensure_base(request.target, report), report)
@@ -278,15 +278,6 @@ def _attest(
     if not tag:
         report.note("skopeo and podman need a name to tell the image from what lies beside it: --tag")
     return image
-
-
-def _refuse_outputs(wanted: Wanted, outputs: tuple[Output, ...]) -> None:
-    if wanted and all(isinstance(output, ArchiveOutput) for output in outputs):
-        raise UsageError(
-            "what is signed and attested lies beside an image, and an archive has no place for it",
-            place="--output",
-            hint="add --output oci:DIR",
-        )
 
 
 def source_date() -> int:

@@ -21,8 +21,11 @@ from supply_cases import Work, artifacts, blob, build, index, make_key, ralbuild
 
 from ralbuild import signing
 from ralbuild.contract.bundle import Kernel, KernelObject, ObjectRef
+from ralbuild.digests import DigestCache
 from ralbuild.image.facts import ImageFacts, stored_facts
+from ralbuild.image.layout import write_layout
 from ralbuild.image.reader import open_image
+from ralbuild.image.stored import stored_image
 from ralbuild.supply.attest import Wanted, make_artifacts
 from ralbuild.supply.sbom import sbom_json
 
@@ -301,3 +304,12 @@ def test_an_archive_alone_cannot_hold_what_lies_beside_an_image(work: Work, tmp_
     )  # fmt: skip
     assert (done.code, "add --output oci:DIR" in done.err) == (2, True)
     assert not (tmp_path / "a.tar").exists()
+
+
+def test_a_stored_image_brings_its_artifacts_along_byte_for_byte(work: Work, tmp_path: Path) -> None:
+    image = stored_image(work.layout, "team/tiny:1")
+    assert len(image.artifacts) == 5
+    write_layout(tmp_path / "copy", image, "team/tiny:1", DigestCache(None), None, print)
+    assert (tmp_path / "copy/index.json").read_bytes() == (work.layout / "index.json").read_bytes()
+    names = {path.name for path in (work.layout / "blobs/sha256").iterdir()}
+    assert {path.name for path in (tmp_path / "copy/blobs/sha256").iterdir()} == names

@@ -55,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
     folder, base_folder = layout_path(options.image, "image"), layout_path(options.base, "--base")
     outputs = [parse_output(text) for text in options.output]
     wanted = Wanted(signing_key(options), sbom=options.sbom)
+    wanted.check_outputs(outputs)
     report = chosen_report(options)
     with open_image(folder, options.tag) as stored:
         image = rebase_image(stored, folder, read_base(base_folder))

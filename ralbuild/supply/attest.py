@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ralbuild.digests import DigestCache
+from ralbuild.errors import UsageError
 from ralbuild.image.artifacts import Artifact, make_artifact
 from ralbuild.image.assemble import Image
 from ralbuild.image.disk import Note
 from ralbuild.image.facts import ImageFacts, ReadFile, read_facts, stored_facts
 from ralbuild.image.layers import Progress
-from ralbuild.image.outputs import LayoutOutput
+from ralbuild.image.outputs import ArchiveOutput, LayoutOutput, Output
 from ralbuild.image.plan import FileEntry, ImagePlan
 from ralbuild.image.reader import StoredImage, open_image
 from ralbuild.image.stored import stored_image
@@ -49,6 +51,15 @@ class Wanted:
     def __str__(self) -> str:
         names = {"signature": self.key is not None, "sbom": self.sbom, "provenance": self.provenance}
         return ", ".join(name for name, wanted in names.items() if wanted)
+
+    def check_outputs(self, outputs: Iterable[Output]) -> None:
+        """Raise UsageError when something is wanted and no output has a place for it."""
+        if self and all(isinstance(output, ArchiveOutput) for output in outputs):
+            raise UsageError(
+                "what is signed and attested lies beside an image, and an archive has no place for it",
+                place="--output",
+                hint="add --output oci:DIR",
+            )
 
 
 NOTHING = Wanted()
