@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ralbuild.contract.codec import canonical_json
+from ralbuild.errors import ImageError
 from ralbuild.image.oci import CONFIG_TYPE, MANIFEST_TYPE, REF_NAME, digest_of, entry_name
+from ralbuild.image.store import FILE_LIMIT, OpenBlob, as_object, read_blob
 
 EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 EMPTY = b"{}"
@@ -54,6 +56,25 @@ class Artifact:
             entry["artifactType"] = self.artifact_type
         annotations = {**self.annotations, **({REF_NAME: self.tag} if self.tag else {})}
         return entry | ({"annotations": annotations} if annotations else {})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArtifact:
+    """Something that the store holds about an image: a signature, an attestation, a bill of materials.
+
+    Attributes:
+        digest: of its manifest.
+        artifact_type: as its manifest says; the first layer's type where it does not.
+        annotations: of its manifest.
+        layers: media type, annotations and bytes of each layer.
+        artifact: the same, ready to be written somewhere else byte for byte.
+    """
+
+    digest: str
+    artifact_type: str
+    annotations: Mapping[str, Any]
+    layers: tuple[tuple[str, Mapping[str, Any], bytes], ...]
+    artifact: Artifact
 
 
 def make_artifact(
@@ -123,5 +144,50 @@ def subject_of(entry: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     return f"sha256:{found[1]}" if found else ""
 
 
+def read_artifact(
+    open_blob: OpenBlob, entry: Mapping[str, Any], subject: str, store: str
+) -> StoredArtifact | None:
+    """Return what an index entry names when it is about the image ``subject``, else None.
+
+    Args:
+        open_blob: of the store.
+        entry: a descriptor of a manifest.
+        subject: digest of the image.
+        store: for messages.
+
+    Raises:
+        ImageError: when a part of it is missing, too long or damaged.
+    """
+    manifest_json = read_blob(open_blob, entry.get("digest"), store)
+    manifest = as_object(manifest_json, "an artifact's manifest", store)
+    if subject_of(entry, manifest) != subject:
+        return None
+    digest = str(entry["digest"])
+    config, items = manifest.get("config"), manifest.get("layers", [])
+    if not isinstance(config, dict) or not isinstance(items, list) or not all(map(_is_object, items)):
+        raise ImageError(f"{digest} does not describe its parts", place=store)
+    blobs = [read_blob(open_blob, part.get("digest"), store, FILE_LIMIT) for part in (config, *items)]
+    layers = tuple(
+        (str(item.get("mediaType", "")), _texts(item), data)
+        for item, data in zip(items, blobs[1:], strict=True)
+    )
+    kind = str(manifest.get("artifactType") or (layers[0][0] if layers else ""))
+    notes = {name: text for name, text in _texts(entry).items() if name != REF_NAME}
+    source = Artifact(manifest_json, tuple(blobs), kind, notes, entry_name(entry))
+    return StoredArtifact(digest, kind, _texts(manifest), layers, source)
+
+
+def _texts(item: Mapping[str, Any]) -> dict[str, str]:
+    """Return the annotations of a descriptor or manifest; those that are no text are left out."""
+    found = item.get("annotations")
+    if not isinstance(found, dict):
+        return {}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
 def _descriptor(media_type: str, data: bytes) -> dict[str, Any]:
     return {"mediaType": media_type, "digest": digest_of(data), "size": len(data)}
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)

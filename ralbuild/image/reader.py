@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from ralbuild.digests import open_regular
 from ralbuild.errors import ImageError
-from ralbuild.image.artifacts import Artifact, is_artifact, subject_of
+from ralbuild.image.artifacts import StoredArtifact, is_artifact, read_artifact
 from ralbuild.image.blobs import BLOBS
 from ralbuild.image.oci import (
     CONFIG_TYPE,
@@ -26,7 +26,6 @@ from ralbuild.image.oci import (
     LAYER_NAME,
     LAYER_TYPE,
     MANIFEST_TYPE,
-    REF_NAME,
     Descriptor,
     entry_name,
 )
@@ -56,25 +55,6 @@ _LAYER_TYPES = {
     "application/vnd.docker.image.rootfs.diff.tar.gzip": f"{LAYER_TYPE}+gzip",
 }
 """Layer types that are accepted, and the OCI type of the same bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArtifact:
-    """Something that the store holds about an image: a signature, an attestation, a bill of materials.
-
-    Attributes:
-        digest: of its manifest.
-        artifact_type: as its manifest says; the first layer's type where it does not.
-        annotations: of its manifest.
-        layers: media type, annotations and bytes of each layer.
-        artifact: the same, ready to be written somewhere else byte for byte.
-    """
-
-    digest: str
-    artifact_type: str
-    annotations: Mapping[str, Any]
-    layers: tuple[tuple[str, Mapping[str, Any], bytes], ...]
-    artifact: Artifact
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +105,9 @@ class StoredImage:
         for entry in _flat_entries(self._open, self._index, self.store):
             if entry.get("mediaType") != MANIFEST_TYPE or entry.get("digest") == self.digest:
                 continue
-            manifest_json = read_blob(self._open, entry.get("digest"), self.store)
-            manifest = as_object(manifest_json, "an artifact's manifest", self.store)
-            if subject_of(entry, manifest) == self.digest:
-                found.append(_artifact(self._open, entry, manifest_json, manifest, self.store))
+            artifact = read_artifact(self._open, entry, self.digest, self.store)
+            if artifact is not None:
+                found.append(artifact)
         return tuple(found)
 
     def read_file(self, path: str) -> bytes | None:
@@ -253,36 +232,6 @@ def _flat_entries(open_blob: OpenBlob, index: Mapping[str, Any], store: str) -> 
             yield from _entries(read_json_blob(open_blob, entry.get("digest"), store), store)
         else:
             yield entry
-
-
-def _artifact(
-    open_blob: OpenBlob,
-    entry: Mapping[str, Any],
-    manifest_json: bytes,
-    manifest: Mapping[str, Any],
-    store: str,
-) -> StoredArtifact:
-    digest = str(entry["digest"])
-    config, items = manifest.get("config"), manifest.get("layers", [])
-    if not isinstance(config, dict) or not _are(dict, items):
-        raise ImageError(f"{digest} does not describe its parts", place=store)
-    blobs = [read_blob(open_blob, part.get("digest"), store, FILE_LIMIT) for part in (config, *items)]
-    layers = tuple(
-        (str(item.get("mediaType", "")), _texts(item), data)
-        for item, data in zip(items, blobs[1:], strict=True)
-    )
-    kind = str(manifest.get("artifactType") or (layers[0][0] if layers else ""))
-    notes = {name: text for name, text in _texts(entry).items() if name != REF_NAME}
-    source = Artifact(manifest_json, tuple(blobs), kind, notes, entry_name(entry))
-    return StoredArtifact(digest, kind, _texts(manifest), layers, source)
-
-
-def _texts(item: Mapping[str, Any]) -> dict[str, str]:
-    """Return the annotations of a descriptor or manifest; those that are no text are left out."""
-    found = item.get("annotations")
-    if not isinstance(found, dict):
-        return {}
-    return {name: text for name, text in found.items() if isinstance(text, str)}
 
 
 def _load(open_blob: OpenBlob, entry: Mapping[str, Any], store: str, index: Mapping[str, Any]) -> StoredImage:

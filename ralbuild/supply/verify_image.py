@@ -16,9 +16,10 @@ from ralbuild.contract.codec import FormatError, canonical_json, parse_json, sha
 from ralbuild.contract.places import CONFIG_FILE, OBJECTS_DIR
 from ralbuild.digests import CHUNK
 from ralbuild.errors import ImageError
+from ralbuild.image.artifacts import StoredArtifact
 from ralbuild.image.facts import ImageFacts, stored_facts
 from ralbuild.image.oci import Descriptor
-from ralbuild.image.reader import StoredArtifact, StoredImage
+from ralbuild.image.reader import StoredImage
 from ralbuild.signing import PublicKey, key_id
 from ralbuild.supply.provenance import PROVENANCE_PREDICATE, provenance
 from ralbuild.supply.sbom import SBOM_PREDICATE, SBOM_TYPE, sbom_json
