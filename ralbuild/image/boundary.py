@@ -48,7 +48,7 @@ def _compiled(facts: ImageFacts) -> list[Decision]:
 
 
 def _left(facts: ImageFacts) -> list[Decision]:
-    driver = facts.labels.get("io.ralbuild.cuda.driver")
+    driver = facts.labels.get("io.ralbuild.cuda.driver") if facts.bundle.target == "cuda" else None
     imposed = sum(
         (profile.sampling.temperature, profile.sampling.top_p) != (None, None)
         for profile in facts.bundle.profiles
@@ -57,7 +57,7 @@ def _left(facts: ImageFacts) -> list[Decision]:
     found = [
         ("route", f"of a request: header {ROUTE_HEADER} or the name after the model's; the sender chooses"),
         ("prompts", f"and sampling are the request's own{exception}"),
-        ("access", f"port {PORT} speaks plain HTTP and asks for no key: put both in front"),
+        ("access", f"port {PORT} speaks plain HTTP and asks for no key: put TLS and access control in front"),
         ("host", f"kernel, engine, GPU driver {driver} or newer" if driver else "kernel and engine"),
         ("limits", "memory, processors, network and a read-only root are the container engine's to set"),
     ]
