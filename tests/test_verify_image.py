@@ -217,3 +217,22 @@ def test_what_is_signed_is_what_is_there(work: Work, layout: Path, tmp_path: Pat
     )
     assert done.code == 6, done.out
     assert done.out == ""
+
+
+def test_a_broken_image_beside_a_good_one_is_nobody_s_business(work: Work, layout: Path) -> None:
+    manifest = "application/vnd.oci.image.manifest.v1+json"
+    entry = {
+        "mediaType": manifest,
+        "digest": f"sha256:{'0' * 64}",
+        "size": 7,
+        "annotations": {"org.opencontainers.image.ref.name": "b"},
+    }
+    (layout / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [*index(layout), entry]}))
+    assert bad(layout, work.root / "sign.pub") == {}
+
+
+def test_inspect_shows_an_image_whose_signature_is_damaged(work: Work, layout: Path) -> None:
+    digest = sha256_hex(canonical_json(artifacts(layout)[SIGN][0]))
+    (layout / "blobs/sha256" / digest).write_bytes(b"{}")
+    done = ralbuild("inspect", f"oci:{layout}", cwd=work.root)
+    assert (done.code, "something damaged" in done.out) == (0, True), done.err

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ralbuild.cli.options import stored_path
+from ralbuild.errors import ImageError
 
 if TYPE_CHECKING:
     from ralbuild.image.facts import ImageFacts
@@ -75,11 +76,17 @@ def _answer(image: StoredImage, facts: ImageFacts) -> dict[str, Any]:
         ],
         "sbom": _bill(facts),
         "simulated": image.labels.get(_SIMULATED, ""),
-        "artifacts": [
-            {"what": _beside(item.artifact_type, item.annotations), "digest": item.digest}
-            for item in image.artifacts()
-        ],
+        "artifacts": _artifacts(image),
     }
+
+
+def _artifacts(image: StoredImage) -> list[dict[str, str]]:
+    """Return what lies beside the image; what cannot be read is said and does not hide the rest."""
+    try:
+        found = image.artifacts()
+    except ImageError as error:
+        return [{"what": f"something damaged: {error}", "digest": ""}]
+    return [{"what": _beside(item.artifact_type, item.annotations), "digest": item.digest} for item in found]
 
 
 def _bill(facts: ImageFacts) -> dict[str, Any]:

@@ -103,8 +103,8 @@ class StoredImage:
         """
         found = []
         for entry in _flat_entries(self._open, self._index, self.store):
-            if entry.get("mediaType") != MANIFEST_TYPE or entry.get("digest") == self.digest:
-                continue
+            if entry.get("mediaType") != MANIFEST_TYPE or not is_artifact(entry):
+                continue  # another image, which may be broken and is none of our business
             artifact = read_artifact(self._open, entry, self.digest, self.store)
             if artifact is not None:
                 found.append(artifact)
