@@ -23,7 +23,7 @@ from ralbuild.config.model import ARCHITECTURES
 from ralbuild.contract import bundle as contract
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
 from ralbuild.contract.families import SERVED_FAMILIES
-from ralbuild.digests import default_cache, open_regular
+from ralbuild.digests import default_cache
 from ralbuild.errors import CacheError, CompileError, ConfigError, UsageError, WeightsError
 from ralbuild.fold.folding import Folded, fold
 from ralbuild.fold.plan_text import overlap_lines, plan_text
@@ -33,12 +33,16 @@ from ralbuild.image.context import write_context
 from ralbuild.image.outputs import Output
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
-from ralbuild.image.reader import read_base
+from ralbuild.image.reader import open_image, read_base
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
 from ralbuild.report import Report, format_bytes
 from ralbuild.signing import PublicKey, load_public_key
+from ralbuild.supply.attest import NOTHING, Wanted, attest_image, files_to_be
+from ralbuild.supply.sbom import spdx_name
+from ralbuild.supply.secrets import refuse_secrets
+from ralbuild.weights.card import read_license
 from ralbuild.weights.findings import FoundError
 from ralbuild.weights.output import summary
 from ralbuild.weights.scan import Order, ScannedModel, verify_folder
@@ -82,6 +86,8 @@ class BuildRequest:
         base: an OCI layout to build on; None takes the embedded base.
         checks: how strictly the model is checked.
         check_repro: compile every kernel twice and compare.
+        attest: what to store beside the image.
+        ignored_secrets: places (``file:line``) that look like a secret and are none.
     """
 
     model: Path
@@ -92,6 +98,8 @@ class BuildRequest:
     base: Path | None = None
     checks: Checks = Checks()
     check_repro: bool = False
+    attest: Wanted = NOTHING
+    ignored_secrets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +124,10 @@ def build_image(
 ) -> tuple[Compiled, Image, WrittenImage]:
     """Verify, fold, compile, plan and write an image."""
     _refuse_target(request.target)
+    request.attest.check_outputs(outputs)
     compiled = compile_model(request, report)
-    _, image = assemble(request, compiled, report)
+    plan, image = assemble(request, compiled, report)
+    image = _attest(image, tag, plan, request, request.base or ensure_base(request.target, report), report)
     with report.stage("write") as stage:
         written = write_image(
             image,
@@ -134,12 +144,11 @@ def build_image(
     return compiled, image, written
 
 
-def plan_only(request: BuildRequest, report: Report) -> tuple[Compiled, Image]:
-    """Do everything but write the image: for ``--dry-run``."""
+def plan_only(request: BuildRequest, report: Report) -> tuple[Compiled, ImagePlan, Image]:
+    """Do everything but write the image: for ``--dry-run`` and ``--check-repro``."""
     _refuse_target(request.target)
     compiled = compile_model(request, report)
-    _, image = assemble(request, compiled, report)
-    return compiled, image
+    return compiled, *assemble(request, compiled, report)
 
 
 def verify_model(folder: Path, report: Report, checks: Checks) -> ScannedModel:
@@ -189,13 +198,7 @@ def check_model(folder: Path, report: Report, checks: Checks, *, fail_fast: bool
 
 
 def _signature_key(path: Path | None) -> PublicKey | None:
-    if path is None:
-        return None
-    try:
-        with open_regular(path) as file:
-            return load_public_key(file.read(1 << 20), str(path))
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", place=str(path)) from None
+    return load_public_key(path) if path is not None else None
 
 
 def check_config(path: Path, model: ScannedModel | None = None) -> LoadedConfig:
@@ -283,9 +286,10 @@ def write_base(target: Target, output: Output, tag: str, report: Report, *, refr
 
 def assemble(request: BuildRequest, compiled: Compiled, report: Report) -> tuple[ImagePlan, Image]:
     """Put the compiled parts on a base and compute every digest; nothing is written."""
+    config = (compiled.loaded.path.name, compiled.loaded.source)
+    refuse_secrets((config, *compiled.model.files), request.ignored_secrets)
     with report.stage("base") as stage:
-        layout = request.base or ensure_base(request.target, report)
-        base = read_base(layout)
+        base = read_base(request.base or ensure_base(request.target, report))
         size = sum(layer.size for layer in base.layers)
         stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
     parts = ImageParts(
@@ -297,9 +301,24 @@ def assemble(request: BuildRequest, compiled: Compiled, report: Report) -> tuple
         config_source=compiled.loaded.source,
         created=source_date(),
         mtime=LAYER_MTIME,
+        license=spdx_name(read_license(request.model)),
     )
     plan = plan_image(base, parts)
     return plan, assemble_image(plan)
+
+
+def _attest(
+    image: Image, tag: str, plan: ImagePlan, request: BuildRequest, base: Path, report: Report
+) -> Image:
+    """Return the image with the artifacts that were asked for beside it."""
+    if not request.attest:
+        return image
+    with report.stage("attest") as stage, open_image(base) as stored:
+        image = attest_image(image, files_to_be(plan, stored), request.attest, str(base))
+        stage.summary = str(request.attest)
+    if not tag:
+        report.note("skopeo and podman need a name to tell the image from what lies beside it: --tag")
+    return image
 
 
 def source_date() -> int:

@@ -123,6 +123,19 @@ def render_text(template: str, values: Mapping[str, Any]) -> bytes:
     return environment.from_string(source).render(values).encode()
 
 
+def render_page(values: Mapping[str, Any]) -> bytes:
+    """Render a self-contained HTML report; every value is escaped.
+
+    Args:
+        values: what ``templates/report.html.j2`` shows: title, subtitle, facts and sections.
+    """
+    environment = Environment(
+        undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    source = (template_dir() / "report.html.j2").read_text("utf-8")
+    return environment.from_string(source).render(values).encode()
+
+
 def entrypoint() -> RenderedFile:
     """Return the entrypoint script, byte for byte the same for every image."""
     return RenderedFile("entrypoint.sh", (template_dir() / "entrypoint.sh").read_bytes(), executable=True)

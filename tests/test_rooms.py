@@ -123,7 +123,7 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys; from ralbuild.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'triton','torch','docker','jinja2','yaml','rich','pydantic','numpy','tokenizers'} & set(sys.modules)\n"
+        "heavy = {'triton','torch','docker','jinja2','yaml','rich','pydantic','numpy','tokenizers','cryptography'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -137,5 +137,5 @@ def test_declared_dependencies_are_the_ones_with_a_door() -> None:
 
     declared = {re.match(r"[A-Za-z0-9_-]+", item)[0] for item in project["dependencies"]}
     assert declared <= {
-        "docker", "jinja2", "numpy", "nvidia-cuda-nvcc-cu12", "pydantic", "pyyaml", "rich", "tokenizers", "triton",
+        "cryptography", "docker", "jinja2", "numpy", "nvidia-cuda-nvcc-cu12", "pydantic", "pyyaml", "rich", "tokenizers", "triton",
     }  # fmt: skip

@@ -75,7 +75,7 @@ def signed(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verify(folder: Path, key: Path | None) -> Verdict:
-    public = load_public_key(key.read_bytes(), key.name) if key is not None else None
+    public = load_public_key(key) if key is not None else None
     return verify_folder(folder, DigestCache(None), 0, lambda done, total: None, Order(key=public))
 
 
@@ -269,19 +269,20 @@ def test_what_this_version_does_not_read_is_said(
 @pytest.mark.parametrize("name", ["ed25519.pub.pem", "k1.pub.pem", "p256.pem"])
 def test_another_kind_of_key_is_refused(name: str, keys: Path) -> None:
     with pytest.raises(UsageError):
-        load_public_key((keys / name).read_bytes(), name)
+        load_public_key(keys / name)
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"])
-def test_what_is_no_key_is_refused(data: bytes) -> None:
+def test_what_is_no_key_is_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "key.pem").write_bytes(data)
     with pytest.raises(UsageError, match="PEM"):
-        load_public_key(data, "key.pem")
+        load_public_key(tmp_path / "key.pem")
 
 
 def test_a_signature_holds_for_its_message_only(keys: Path) -> None:
     private = serialization.load_pem_private_key((keys / "p384.pem").read_bytes(), None)
     made = private.sign(b"text", ec.ECDSA(hashes.SHA384()))
-    key = load_public_key((keys / "p384.pub.pem").read_bytes(), "")
+    key = load_public_key(keys / "p384.pub.pem")
     assert verify_bytes(key, b"text", made)
     assert not verify_bytes(key, b"Text", made)
 

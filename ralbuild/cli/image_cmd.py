@@ -5,22 +5,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ralbuild.cli.options import (
     add_base_option,
     add_build_options,
+    add_key_option,
     add_report_options,
     base_folder,
     build_request,
     chosen_report,
+    signing_key,
 )
+from ralbuild.errors import UsageError
 
 if TYPE_CHECKING:
     from ralbuild.image.assemble import Image
     from ralbuild.image.write import WrittenImage
     from ralbuild.pipeline import Compiled
     from ralbuild.report import Report
+    from ralbuild.supply.attest import Wanted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="oci:DIR or archive:FILE, may be given several times; default: oci:./ral-image",
     )
     parser.add_argument("--tag", default="", metavar="NAME[:TAG]", help="name of the image in its outputs")
+    add_key_option(parser, "--sign", "sign the image with this P-256 key (PEM)")
+    parser.add_argument("--sbom", action="store_true", help="store a CycloneDX bill of materials beside it")
+    parser.add_argument("--provenance", action="store_true", help="store SLSA v1 provenance beside it")
+    parser.add_argument("--builder", default="", metavar="URI", help="who runs this build, for --provenance")
+    parser.add_argument(
+        "--ignore-secret",
+        action="append",
+        default=[],
+        metavar="FILE:LINE",
+        help="what looks like a secret there is none; repeatable",
+    )
+    parser.add_argument(
+        "--check-repro",
+        action="store_true",
+        help="build twice under different conditions first, and name the first file that differs",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and write no image"
     )
@@ -43,22 +64,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Build an image; print its manifest digest and nothing else on standard output."""
+    from ralbuild.cli.repro import check_reproducible
+    from ralbuild.contract.codec import to_plain
     from ralbuild.image.outputs import parse_output, parse_tag
+    from ralbuild.image.plan import planned_files
     from ralbuild.pipeline import build_image, plan_only
 
     report = chosen_report(options)
     outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])
     tag = parse_tag(options.tag) if options.tag else ""
     request = build_request(options, base=base_folder(options))
-    if options.dry_run:
-        compiled, image = plan_only(request, report)
-        print(_json(compiled, image, None, report) if options.json else _table(image))
-        return 0
+    # A whole second build compiles every kernel again anyway.
+    request = replace(request, attest=_wanted(options), check_repro=False)
+    if options.check_repro or options.dry_run:
+        compiled, plan, image = plan_only(request, report)
+        if options.check_repro:
+            check_reproducible(request, plan, image, report)
+        if options.dry_run:
+            files = to_plain(planned_files(plan))
+            print(_json(compiled, image, None, report, files) if options.json else _table(image))
+            return 0
     compiled, image, written = build_image(request, outputs, tag, report)
-    print(_json(compiled, image, written, report) if options.json else image.digest)
+    print(_json(compiled, image, written, report, []) if options.json else image.digest)
     if not options.json and not options.quiet and sys.stderr.isatty() and not options.output:
         print("next: ralbuild run oci:./ral-image", file=sys.stderr)
     return 0
+
+
+def _wanted(options: argparse.Namespace) -> Wanted:
+    from ralbuild.supply.attest import Wanted
+    from ralbuild.supply.provenance import LOCAL_BUILDER
+
+    if options.builder and not options.provenance:
+        raise UsageError("says who runs the build, but no --provenance is asked for", place="--builder")
+    if options.builder and ":" not in options.builder:
+        raise UsageError(f"needs a URI, found {options.builder!r}", place="--builder")
+    builder = options.builder or LOCAL_BUILDER
+    return Wanted(signing_key(options), sbom=options.sbom, provenance=options.provenance, builder=builder)
 
 
 def _table(image: Image) -> str:
@@ -71,7 +113,9 @@ def _table(image: Image) -> str:
     return "\n".join(lines)
 
 
-def _json(compiled: Compiled, image: Image, written: WrittenImage | None, report: Report) -> str:
+def _json(
+    compiled: Compiled, image: Image, written: WrittenImage | None, report: Report, files: list[Any]
+) -> str:
     reused = {layer.digest for layer in written.layers if layer.reused} if written else set()
     answer = {
         "manifest": image.digest,
@@ -90,5 +134,6 @@ def _json(compiled: Compiled, image: Image, written: WrittenImage | None, report
             }
             for layer in image.layers
         ],
+        "artifacts": [item.entry() for item in image.artifacts],
     }
-    return json.dumps(answer, indent=2)
+    return json.dumps(answer | ({"files": files} if files else {}), indent=2)

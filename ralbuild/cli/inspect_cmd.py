@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ralbuild.cli.options import stored_path
+from ralbuild.errors import ImageError
+
 if TYPE_CHECKING:
-    from ralbuild.contract.bundle import Bundle
+    from ralbuild.image.facts import ImageFacts
     from ralbuild.image.reader import StoredImage
+
+_BESIDE = {
+    "https://sigstore.dev/cosign/sign/v1": "signature",
+    "https://cyclonedx.org/bom": "signed bill of materials",
+    "https://slsa.dev/provenance/v1": "signed provenance",
+    "application/vnd.cyclonedx+json": "bill of materials",
+    "application/vnd.in-toto+json": "provenance, not signed",
+    "application/vnd.dev.cosign.simplesigning.v1+json": "signature for cosign 1 and 2",
+}
+_SIMULATED = "io.ralbuild.simulated"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,34 +33,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tag", default="", help="which image, when there are several")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print digests, labels, layers, and the compiled rules and kernels."""
-    from ralbuild.contract.bundle import read_bundle
-    from ralbuild.contract.codec import FormatError
-    from ralbuild.contract.places import BUNDLE_FILE
-    from ralbuild.errors import ImageError
+    """Print digests, layers, the trust boundary, rules and kernels, what lies beside it, and labels."""
+    from ralbuild.image.facts import stored_facts
     from ralbuild.image.reader import open_image
 
-    path = Path(options.image.removeprefix("oci:").removeprefix("archive:"))
-    with open_image(path, options.tag) as image:
-        data = image.read_file(BUNDLE_FILE)
-        if data is None:
-            raise ImageError(f"holds no {BUNDLE_FILE}", place=str(path), hint="is it an image of ralbuild?")
-        try:
-            bundle = read_bundle(data)
-        except FormatError as error:
-            raise ImageError(str(error), place=str(path)) from None
-        answer = _answer(image, bundle)
-    print(json.dumps(answer, indent=2) if options.json else _text(answer))
+    with open_image(stored_path(options.image), options.tag) as image:
+        answer = _answer(image, stored_facts(image))
+    if options.html is not None:
+        from ralbuild.cli.pages import inspect_page, write_page
+
+        write_page(options.html, inspect_page(answer))
+    print(json.dumps(answer, indent=2) if options.json else "\n".join(_text(answer)))
     return 0
 
 
-def _answer(image: StoredImage, bundle: Bundle) -> dict[str, Any]:
+def _answer(image: StoredImage, facts: ImageFacts) -> dict[str, Any]:
     from ralbuild.contract.codec import to_plain
+    from ralbuild.image.boundary import trust_boundary
 
-    config = image.config.get("config") or {}
+    config, bundle = image.config.get("config") or {}, facts.bundle
     return {
         "name": image.name,
         "manifest": image.digest,
@@ -58,34 +67,88 @@ def _answer(image: StoredImage, bundle: Bundle) -> dict[str, Any]:
             {"name": layer.name, "kind": layer.kind, "digest": layer.digest, "size": layer.size}
             for layer in image.layers
         ],
+        "boundary": to_plain(trust_boundary(facts)),
         "routes": to_plain(bundle.routes),
         "rules": to_plain(bundle.rules),
         "kernels": [
             {"name": kernel.name, "user": kernel.user, "archs": [item.arch for item in kernel.objects]}
             for kernel in bundle.kernels
         ],
+        "sbom": _bill(facts),
+        "simulated": image.labels.get(_SIMULATED, ""),
+        "artifacts": _artifacts(image),
     }
 
 
-def _text(answer: dict[str, Any]) -> str:
+def _artifacts(image: StoredImage) -> list[dict[str, str]]:
+    """Return what lies beside the image; what cannot be read is said and does not hide the rest."""
+    try:
+        found = image.artifacts()
+    except ImageError as error:
+        return [{"what": f"something damaged: {error}", "digest": ""}]
+    return [{"what": _beside(item.artifact_type, item.annotations), "digest": item.digest} for item in found]
+
+
+def _bill(facts: ImageFacts) -> dict[str, Any]:
+    """Return what a bill of materials of this image lists, in numbers."""
+    kinds = [package.kind for package in facts.packages]
+    return {
+        "model files": len(facts.model.weights) + len(facts.model.files),
+        "model license": facts.license or "not known",
+        "Debian packages": kinds.count("deb"),
+        "Python packages": kinds.count("pypi"),
+        "kernels": len(facts.bundle.kernels),
+        "rules": len(facts.bundle.rules),
+    }
+
+
+def _beside(kind: str, annotations: Any) -> str:
+    kind = str(annotations.get("dev.sigstore.bundle.predicateType", kind))
+    return _BESIDE.get(kind, kind)
+
+
+def _text(answer: dict[str, Any]) -> Iterator[str]:
+    from ralbuild.cli import text
+
+    columns = text.width()
+    facts = [
+        (name, text.digest(answer[key], columns))
+        for name, key in (("image", "manifest"), ("config", "config"))
+    ]
+    facts += [("name", answer["name"])] if answer["name"] else []
+    facts += [("user", answer["user"]), ("entrypoint", " ".join(answer["entrypoint"]))]
+    facts += [("simulated", answer["simulated"])] if answer["simulated"] else []
+    yield from text.rows(facts, columns, 0)
+    yield from ("", "layers, from the lowest")
+    yield from _layers(answer["layers"], columns)
+    for by, title in (("image", "decided by the image"), ("serving", "left to the serving side")):
+        yield from ("", title)
+        yield from text.rows([(i["what"], i["detail"]) for i in answer["boundary"] if i["by"] == by], columns)
+    yield from ("", "routes, first match wins")
+    for item in answer["routes"]:
+        yield text.cut(f"  {item['priority']:>6}  {item['match']!r} -> {item['action']}", columns)
+    yield from ("     any  default", "", f"compiled rules ({len(answer['rules'])})")
+    for rule in answer["rules"]:
+        yield text.cut(f"  {rule['kind']:<8} {rule['text']!r}  {rule['source']}, {rule['place']}", columns)
+    yield from ("", "kernels")
+    kernels = [(item["name"], ", ".join(item["archs"])) for item in answer["kernels"]]
+    yield from text.rows(kernels or [("none", "")], columns)
+    yield from ("", "bill of materials")
+    yield from text.rows([(name, str(value)) for name, value in answer["sbom"].items()], columns)
+    yield from ("", "beside the image")
+    beside = [(item["what"], item["digest"][:19]) for item in answer["artifacts"]]
+    yield from text.rows(beside or [("nothing", "")], columns)
+    yield from ("", "labels")
+    yield from text.rows(sorted(answer["labels"].items()), columns)
+
+
+def _layers(layers: list[dict[str, Any]], columns: int) -> Iterator[str]:
+    from ralbuild.cli import text
     from ralbuild.report import format_bytes
 
-    lines = [f"image     {answer['manifest']}", f"config    {answer['config']}"]
-    if answer["name"]:
-        lines.append(f"name      {answer['name']}")
-    lines.append(f"user      {answer['user']}, entrypoint {' '.join(answer['entrypoint'])}")
-    lines += ["", "layers"]
-    for layer in answer["layers"]:
-        lines.append(
-            f"  {layer['digest'][7:19]}  {format_bytes(layer['size']):>8}  {layer['kind']:<8} {layer['name']}"
-        )
-    lines += ["", "labels"]
-    lines += [f"  {name} = {value}" for name, value in sorted(answer["labels"].items())]
-    lines += ["", "routes, first match wins"]
-    lines += [f"  {item['priority']:>6}  {item['match']!r} -> {item['action']}" for item in answer["routes"]]
-    lines += ["     any  default", "", f"compiled rules ({len(answer['rules'])})"]
-    for rule in answer["rules"]:
-        lines.append(f"  {rule['kind']:<8} {rule['text']!r}  {rule['source']}, {rule['place']}")
-    lines += ["", "kernels"]
-    lines += [f"  {item['name']}: {', '.join(item['archs'])}" for item in answer["kernels"]] or ["  none"]
-    return "\n".join(lines)
+    largest = max((layer["size"] for layer in layers), default=0)
+    for layer in layers:
+        line = f"  {layer['digest'][7:19]}  {format_bytes(layer['size']):>8}  {layer['kind']:<8}"
+        name = text.cut(layer["name"], columns - len(line) - 1)
+        room = 44 if columns >= 90 else 0
+        yield f"{line} {name:<{room}} {text.bar(layer['size'], largest, columns)}".rstrip()

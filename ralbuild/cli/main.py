@@ -33,12 +33,15 @@ VERBS = {
     "base": "build the base image: Debian, Python, locked packages",
     "image": "build the image: the main job",
     "inspect": "show what an image holds",
+    "diff": "show what changed between two images, and what that moves",
+    "rebase": "put an image on another base without reading its weights",
+    "sign": "sign an image, or store its bill of materials",
+    "verify-image": "check an image's signature, provenance and every byte",
     "run": "run an image without docker",
     "probe": "ask a running server what it must answer",
     "release": "switch a docker host to another image, blue-green",
 }
-"""Every verb is the module `ralbuild.cli.<verb>` (``_cmd`` added, a dash as underscore) with `add_arguments`
-and `run`."""
+"""Every verb is the module `ralbuild.cli.<verb>_cmd` (``_`` for ``-``) with `add_arguments` and `run`."""
 
 EXIT_CODES = (
     "exit codes: 0 done, 1 a bug in ralbuild, 2 usage or config, 3 weights, 4 compile, 5 cache, "

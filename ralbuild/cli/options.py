@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from ralbuild.report import Report, make_report
 
 if TYPE_CHECKING:
     from ralbuild.pipeline import BuildRequest, Checks
+    from ralbuild.signing import PrivateKey
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +133,7 @@ def build_request(options: argparse.Namespace, base: Path | None = None) -> Buil
         base=base,
         checks=chosen_checks(options),
         check_repro=getattr(options, "check_repro", False),
+        ignored_secrets=tuple(getattr(options, "ignore_secret", ())),
     )
 
 
@@ -147,4 +150,33 @@ def base_folder(options: argparse.Namespace) -> Path | None:
     if not text.startswith("oci:"):
         hint = "give an OCI layout: --base oci:DIR, as `ralbuild base --out oci:DIR` makes"
         raise UsageError("bases from registries are not supported in this version", place="--base", hint=hint)
+    return Path(text.removeprefix("oci:"))
+
+
+def add_key_option(
+    parser: argparse.ArgumentParser, name: str, purpose: str, *, required: bool = False
+) -> None:
+    """Add the option that takes a private key."""
+    parser.add_argument(name, type=Path, metavar="KEY", dest="sign_key", required=required, help=purpose)
+
+
+def signing_key(options: argparse.Namespace) -> PrivateKey | None:
+    """Return the private key that the user names; `RALBUILD_KEY_PASSWORD` is its password."""
+    if options.sign_key is None:
+        return None
+    from ralbuild.signing import load_private_key
+
+    password = os.environ.get("RALBUILD_KEY_PASSWORD")
+    return load_private_key(options.sign_key, password.encode() if password else None)
+
+
+def stored_path(text: str) -> Path:
+    """Return the folder or file that ``oci:DIR``, ``archive:FILE`` or a bare path names."""
+    return Path(text.removeprefix("oci:").removeprefix("archive:"))
+
+
+def layout_path(text: str, place: str) -> Path:
+    """Return the folder that ``oci:DIR`` names, or raise UsageError."""
+    if not text.startswith("oci:") or text == "oci:":
+        raise UsageError(f"needs oci:DIR, found {text!r}", place=place, hint="an OCI image layout folder")
     return Path(text.removeprefix("oci:"))

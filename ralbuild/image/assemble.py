@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ralbuild.image.artifacts import Artifact
 from ralbuild.image.layers import Progress, Recipe, base_recipe, digest_layer, layer_recipe
 from ralbuild.image.oci import LAYER_TYPE, Descriptor, config_json, digest_of, manifest_json
 from ralbuild.image.plan import BaseLayer, ImagePlan, LayerDigest, LayerPlan
@@ -20,12 +21,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image whose every byte is decided: layers from the lowest, config and manifest JSON."""
+    """An image whose every byte is decided: layers from the lowest, config and manifest JSON.
+
+    ``artifacts`` are stored beside it and are no part of it: they do not change its digest.
+    """
 
     layers: tuple[Layer, ...]
     config: bytes
     manifest: bytes
     architecture: str
+    artifacts: tuple[Artifact, ...] = ()
 
     @property
     def digest(self) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ralbuild.contract.codec import sha256_hex
 from ralbuild.digests import DigestCache, StatKey, is_racy
 from ralbuild.errors import ImageError
-from ralbuild.image.disk import remove_tree
+from ralbuild.image.disk import changed, remove_tree
 from ralbuild.image.layers import Progress, Recipe, append_layer, digest_layer
 from ralbuild.image.plan import HostFile, LayerDigest
 
@@ -58,6 +58,43 @@ class BlobFolder:
             return False
         if not is_racy(key, started):
             self._known[digest.sha256] = key
+        return True
+
+    def has_same(self, recipe: Recipe, digest: LayerDigest) -> bool:
+        """Tell whether the blob is there as the very file that the recipe would take it from."""
+        path = self.path / digest.sha256
+        try:
+            return (
+                recipe.blob is not None and path.stat().st_size == digest.size and path.samefile(recipe.blob)
+            )
+        except FileNotFoundError:
+            return False
+
+    def link(self, recipe: Recipe, digest: LayerDigest) -> bool:
+        """Give another layout's blob a name here too, without reading it; False where that cannot be.
+
+        Nothing ever changes a blob in place, so two layouts can share one. It counts as known only when
+        it did so where it comes from.
+        """
+        source, temporary = recipe.blob, self.path / f"{PARTIAL}{digest.sha256}"
+        if source is None:
+            return False
+        try:
+            before = StatKey.of(source.stat(follow_symlinks=False))
+            known = self._cache.get(source, _PURPOSE, before) == {"sha256": digest.sha256}
+            remove_tree(temporary)
+            temporary.hardlink_to(source)
+            if before.size != digest.size:
+                raise changed(HostFile(source, digest.size), f"found {before.size} bytes")
+            temporary.replace(self.path / digest.sha256)
+        except OSError:
+            return False  # another file system, or no right to it
+        finally:
+            temporary.unlink(missing_ok=True)
+        if known:  # a new name changed its ctime
+            now = StatKey.of(source.stat(follow_symlinks=False))
+            self._cache.put(source, _PURPOSE, now, {"sha256": digest.sha256})
+            self._known[digest.sha256] = now
         return True
 
     def add(self, recipe: Recipe, digest: LayerDigest, progress: Progress | None = None) -> None:

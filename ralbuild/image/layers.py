@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from ralbuild.digests import CHUNK
@@ -53,10 +54,14 @@ class WrongLayerError(ImageError):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to produce a blob: its name for messages, its segments in order, its size in bytes."""
+    """How to produce a blob: its name for messages, its segments in order, its size in bytes.
+
+    ``blob`` is a file of another layout that holds exactly these bytes under their digest already.
+    """
 
     name: str
     segments: tuple[Segment, ...]
+    blob: Path | None = None
 
     @property
     def size(self) -> int:

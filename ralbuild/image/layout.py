@@ -19,6 +19,7 @@ from typing import Any
 from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.digests import DigestCache, open_regular
 from ralbuild.errors import ImageError
+from ralbuild.image.artifacts import Artifact, subject_of
 from ralbuild.image.assemble import Image
 from ralbuild.image.blobs import BLOBS, PARTIAL, BlobFolder
 from ralbuild.image.disk import Note, check_room, clear_place, host_errors, locked, remove_tree
@@ -61,8 +62,9 @@ def write_layout(
             _replace(folder / "oci-layout", LAYOUT_FILE)
         blobs = BlobFolder(folder, cache)
         reused = _add_image(blobs, image, progress)
-        entries = [entry for entry in index.get("manifests", []) if not _is_replaced(entry, image, tag)]
+        entries = _kept_entries(folder, index, image, tag)
         entries.append(index_entry(image.manifest, image.architecture, tag))
+        entries = _with_artifacts(entries, image.artifacts)
         _replace(folder / "index.json", index_json(entries, index))
         _prune(folder, blobs)
         if folder != target:
@@ -123,16 +125,48 @@ def _read_index(folder: Path) -> dict[str, Any]:
 def _add_image(blobs: BlobFolder, image: Image, progress: Progress | None) -> frozenset[str]:
     """Write the blobs that are missing; return the layers that were there."""
     reused = frozenset(
-        layer.digest.sha256 for layer in image.unique_layers if blobs.has(layer.digest, progress)
+        layer.digest.sha256
+        for layer in image.unique_layers
+        if blobs.has_same(layer.recipe, layer.digest) or blobs.has(layer.digest, progress)
     )
     missing = [layer for layer in image.unique_layers if layer.digest.sha256 not in reused]
+    missing = [layer for layer in missing if not blobs.link(layer.recipe, layer.digest)]
     files = [file for layer in missing for file in layer.recipe.copied_files]
     check_room(blobs.path, _SLACK + sum(layer.digest.size for layer in missing), files)
     for layer in missing:
         blobs.add(layer.recipe, layer.digest, progress)
-    blobs.add_bytes(image.config)
-    blobs.add_bytes(image.manifest)
+    for data in (image.config, image.manifest):
+        blobs.add_bytes(data)
+    for artifact in image.artifacts:
+        for data in (*artifact.blobs, artifact.manifest):
+            blobs.add_bytes(data)
     return reused
+
+
+def _kept_entries(folder: Path, index: Mapping[str, Any], image: Image, tag: str) -> list[Any]:
+    """Return the entries that stay: no image that is replaced, and nothing that is about one."""
+    old = index.get("manifests", [])
+    kept = [entry for entry in old if not _is_replaced(entry, image, tag)]
+    named = {entry.get("digest") for entry in kept} | {image.digest}
+    gone = {entry.get("digest") for entry in old} - named
+    return [entry for entry in kept if not gone or _subject(folder, entry) not in gone]
+
+
+def _with_artifacts(entries: list[Any], artifacts: tuple[Artifact, ...]) -> list[Any]:
+    new = [artifact.entry() for artifact in artifacts]
+    digests = {entry["digest"] for entry in new}
+    tags = {artifact.tag for artifact in artifacts if artifact.tag}
+    kept = [item for item in entries if item.get("digest") not in digests and entry_name(item) not in tags]
+    return kept + new
+
+
+def _subject(folder: Path, entry: Mapping[str, Any]) -> str:
+    try:
+        with open_regular(folder / BLOBS / str(entry.get("digest", "")).removeprefix("sha256:")) as file:
+            manifest = parse_json(file.read(_METADATA_LIMIT), "manifest")
+    except (OSError, FormatError):
+        return ""
+    return subject_of(entry, manifest) if isinstance(manifest, dict) else ""
 
 
 def _is_replaced(entry: Mapping[str, Any], image: Image, tag: str) -> bool:

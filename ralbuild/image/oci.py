@@ -24,6 +24,7 @@ LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
 REF_NAME = "org.opencontainers.image.ref.name"
 CONTAINERD_NAME = "io.containerd.image.name"
 PACKING_LABEL = "io.ralbuild.packing"
+LICENSE_LABEL = "io.ralbuild.model.license"
 LAYER_NAME = "io.ralbuild.layer.name"
 LAYER_KIND = "io.ralbuild.layer.kind"
 

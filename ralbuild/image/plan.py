@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ralbuild.contract.codec import sha256_hex
 from ralbuild.contract.places import MODEL_DIR
-from ralbuild.contract.tarball import DIR_MODE, FILE_MODE, PACKING
+from ralbuild.contract.tarball import DIR_MODE, FILE_MODE, LINK_MODE, PACKING
 from ralbuild.digests import FileDigests
 
 Kind = Literal["small", "weights"]
@@ -175,6 +176,37 @@ class ImagePlan:
     annotations: Mapping[str, str] = field(default_factory=dict)
     architecture: str = "amd64"
     packing: str = PACKING
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One entry of our layers: layer and path, mode, and SHA-256 (hex) of its bytes or its link's target.
+
+    A weight file is known by the digest of its layer.
+    """
+
+    layer: str
+    path: str
+    mode: int
+    sha256: str
+
+
+def planned_files(plan: ImagePlan) -> tuple[PlannedFile, ...]:
+    """Return what our layers will hold, in the order of the layers and of their paths."""
+    out = []
+    for layer in plan.layers:
+        for entry in sorted(layer.entries, key=lambda item: item.path.encode()):
+            if isinstance(entry, FileEntry):
+                source = entry.source
+                known = sha256_hex(source) if isinstance(source, bytes) else source.sha256
+                digest = known or (layer.known.sha256 if layer.known else "")
+                out.append(PlannedFile(layer.name, entry.path, entry.mode, digest))
+            elif isinstance(entry, LinkEntry):
+                digest = sha256_hex(entry.target.encode())
+                out.append(PlannedFile(layer.name, entry.path, LINK_MODE, digest))
+            else:
+                out.append(PlannedFile(layer.name, entry.path, entry.mode, ""))
+    return tuple(out)
 
 
 def weight_layer(path: Path, size: int, digests: FileDigests, name: str = "") -> LayerPlan:

@@ -25,12 +25,16 @@ from ralbuild.contract.places import (
     USER_ID,
 )
 from ralbuild.errors import ImageError
+from ralbuild.image.oci import LICENSE_LABEL
 from ralbuild.image.plan import BaseImage, FileEntry, ImageConfig, ImagePlan, LayerPlan, weight_layer
 from ralbuild.pins import load_pins
 from ralbuild.render import entrypoint
 from ralbuild.weights.scan import ScannedModel
 
-BASE_CONTRACT = "io.ralbuild.base.contract"
+BASE_LABELS = "io.ralbuild.base."
+BASE_CONTRACT = f"{BASE_LABELS}contract"
+OUR_LABELS = "io.ralbuild."
+"""Prefix of every label that an image adds to its base's; those of a base start with `BASE_LABELS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class ImageParts:
         config_source: ``ral-config.yaml`` as written.
         created: the image's date, seconds since 1970.
         mtime: of every entry, the same that the weights were scanned with.
+        license: of the model, as an SPDX id where there is one; may be empty.
     """
 
     model: ScannedModel
@@ -54,6 +59,7 @@ class ImageParts:
     config_source: bytes
     created: int
     mtime: int
+    license: str = ""
 
 
 def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
@@ -62,24 +68,29 @@ def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
     Raises:
         ImageError: when the base was not made for this target.
     """
-    _check_base(base, parts.bundle.target)
+    check_base(base, parts.bundle.target)
     weights = tuple(
         weight_layer(shard.path, shard.size, shard.digests, shard.name) for shard in parts.model.shards
     )
     layers = (*weights, _model_layer(parts), _launcher_layer(), _rules_layer(parts))
-    config = ImageConfig(
+    config = run_config(parts.bundle_sha256, image_labels(parts))
+    annotations = {"org.opencontainers.image.title": parts.bundle.model}
+    return ImagePlan(base, layers, config, parts.created, parts.mtime, annotations)
+
+
+def run_config(bundle_sha256: str, labels: Mapping[str, str]) -> ImageConfig:
+    """Return how a container of an image with this bundle runs, whatever its base."""
+    return ImageConfig(
         env=(
-            ("RAL_BUNDLE_SHA256", parts.bundle_sha256),
+            ("RAL_BUNDLE_SHA256", bundle_sha256),
             # Idle compute threads sleep: spinning ones starve the other colour during a switch.
             ("OMP_WAIT_POLICY", "PASSIVE"),
         ),
         entrypoint=(ENTRYPOINT,),
         user=f"{USER_ID}:{USER_ID}",
         ports=(PORT,),
-        labels=image_labels(parts),
+        labels=labels,
     )
-    annotations = {"org.opencontainers.image.title": parts.bundle.model}
-    return ImagePlan(base, layers, config, parts.created, parts.mtime, annotations)
 
 
 def image_labels(parts: ImageParts) -> dict[str, str]:
@@ -101,6 +112,8 @@ def image_labels(parts: ImageParts) -> dict[str, str]:
         "io.ralbuild.config": f"sha256:{bundle.config_sha256}",
         "io.ralbuild.rules": str(len(bundle.rules)),
     }
+    if parts.license:
+        labels[LICENSE_LABEL] = parts.license
     archs = sorted({item.arch for kernel in bundle.kernels for item in kernel.objects})
     if archs:
         pins = load_pins()
@@ -118,7 +131,8 @@ def _resident_bytes(manifest: ModelManifest, dtype: str) -> int:
     return manifest.parameters * (4 if dtype == "float32" else 2)
 
 
-def _check_base(base: BaseImage, target: str) -> None:
+def check_base(base: BaseImage, target: str) -> None:
+    """Raise ImageError when ``base`` is no runtime base, or one for another target."""
     labels = (base.config.get("config") or {}).get("Labels") or {}
     found = labels.get(BASE_CONTRACT)
     if found != "1":
@@ -127,7 +141,7 @@ def _check_base(base: BaseImage, target: str) -> None:
             place=base.name or base.digest,
             hint="make one with `ralbuild base --out oci:DIR`",
         )
-    made_for = labels.get("io.ralbuild.base.target")
+    made_for = labels.get(f"{BASE_LABELS}target")
     if made_for != target:
         raise ImageError(
             f"is a base for {made_for!r}; the image is for {target!r}", place=base.name or base.digest

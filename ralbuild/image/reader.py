@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.digests import open_regular
 from ralbuild.errors import ImageError
+from ralbuild.image.artifacts import StoredArtifact, is_artifact, read_artifact
 from ralbuild.image.blobs import BLOBS
 from ralbuild.image.oci import (
     CONFIG_TYPE,
@@ -27,15 +26,22 @@ from ralbuild.image.oci import (
     LAYER_NAME,
     LAYER_TYPE,
     MANIFEST_TYPE,
-    MAX_MANIFEST,
     Descriptor,
-    digest_of,
     entry_name,
 )
 from ralbuild.image.plan import BaseImage, BaseLayer
-
-FILE_LIMIT = 64 << 20
-"""Largest file that `StoredImage.read_file` returns, in bytes."""
+from ralbuild.image.store import (
+    FILE_LIMIT,
+    OpenBlob,
+    archive_opener,
+    as_object,
+    folder_opener,
+    hex_of,
+    open_file,
+    read_blob,
+    read_json,
+    read_json_blob,
+)
 
 _DOCKER = "application/vnd.docker.distribution.manifest"
 _INDEX_TYPES = (INDEX_TYPE, f"{_DOCKER}.list.v2+json")
@@ -49,10 +55,6 @@ _LAYER_TYPES = {
     "application/vnd.docker.image.rootfs.diff.tar.gzip": f"{LAYER_TYPE}+gzip",
 }
 """Layer types that are accepted, and the OCI type of the same bytes."""
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-
-OpenBlob = Callable[[str], IO[bytes]]
-"""Opens a file of the store, such as ``blobs/sha256/<hex>``; raises OSError, KeyError or TarError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class StoredImage:
         config_digest: of the config: Docker's image id.
         layers: from the lowest.
         store: where it lies, for messages.
+        manifest_json: the manifest's bytes.
     """
 
     name: str
@@ -75,7 +78,9 @@ class StoredImage:
     config_digest: str
     layers: tuple[Descriptor, ...]
     store: str
+    manifest_json: bytes
     _open: OpenBlob
+    _index: Mapping[str, Any]
 
     @property
     def labels(self) -> dict[str, str]:
@@ -84,7 +89,26 @@ class StoredImage:
 
     def open_layer(self, layer: Descriptor) -> IO[bytes]:
         """Open a layer's blob as stored, which may be compressed; its digest is not checked."""
-        return _open_file(self._open, f"{BLOBS}/{_hex(layer.digest, self.store)}", self.store)
+        return self.open_blob(layer.digest)
+
+    def open_blob(self, digest: str) -> IO[bytes]:
+        """Open any blob of the store as stored; its digest is not checked."""
+        return open_file(self._open, f"{BLOBS}/{hex_of(digest, self.store)}", self.store)
+
+    def artifacts(self) -> tuple[StoredArtifact, ...]:
+        """Return what the store holds about this image, in the order of its index.
+
+        Raises:
+            ImageError: when a part of one is missing, too long or damaged.
+        """
+        found = []
+        for entry in _flat_entries(self._open, self._index, self.store):
+            if entry.get("mediaType") != MANIFEST_TYPE or not is_artifact(entry):
+                continue  # another image, which may be broken and is none of our business
+            artifact = read_artifact(self._open, entry, self.digest, self.store)
+            if artifact is not None:
+                found.append(artifact)
+        return tuple(found)
 
     def read_file(self, path: str) -> bytes | None:
         """Return the file at ``path`` as a container would see it; None when there is none.
@@ -120,10 +144,10 @@ def open_image(path: Path, name: str = "", architecture: str = "amd64") -> Itera
     """
     with contextlib.ExitStack() as stack:
         store = str(path)
-        open_blob = _folder_opener(path) if _is_folder(path) else stack.enter_context(_archive_opener(path))
-        index = _read_json(open_blob, "index.json", store)
+        open_blob = folder_opener(path) if _is_folder(path) else stack.enter_context(archive_opener(path))
+        index = read_json(open_blob, "index.json", store)
         entry = _select(open_blob, index, name, architecture, store)
-        yield _load(open_blob, entry, store)
+        yield _load(open_blob, entry, store, index)
 
 
 def read_base(folder: Path, name: str = "", architecture: str = "amd64") -> BaseImage:
@@ -138,7 +162,7 @@ def read_base(folder: Path, name: str = "", architecture: str = "amd64") -> Base
         diff_ids = image.config["rootfs"]["diff_ids"]
         layers = []
         for layer, diff_id in zip(image.layers, diff_ids, strict=True):
-            source = folder / BLOBS / _hex(layer.digest, image.store)
+            source = folder / BLOBS / hex_of(layer.digest, image.store)
             found = _size(source)
             if found != layer.size:
                 what = "is missing" if found is None else f"needs {layer.size} bytes, found {found}"
@@ -163,72 +187,16 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _folder_opener(path: Path) -> OpenBlob:
-    return lambda name: open_regular(path / name)
-
-
-@contextlib.contextmanager
-def _archive_opener(path: Path) -> Iterator[OpenBlob]:
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open_regular(path))
-            tar = stack.enter_context(tarfile.open(fileobj=file, mode="r:"))
-        except (OSError, tarfile.TarError, ValueError) as error:
-            what = error.strerror if isinstance(error, OSError) else error
-            hint = "needs an OCI layout folder or an archive of one"
-            raise ImageError(f"cannot be read as an image: {what}", place=str(path), hint=hint) from None
-
-        def open_blob(name: str) -> IO[bytes]:
-            file = tar.extractfile(name)
-            if file is None:
-                raise FileNotFoundError(name)
-            return file
-
-        yield open_blob
-
-
-def _open_file(open_blob: OpenBlob, name: str, store: str) -> IO[bytes]:
-    try:
-        return open_blob(name)
-    except (OSError, KeyError, tarfile.TarError, ValueError):
-        hint = "needs an OCI layout folder or an archive of one" if name == "index.json" else ""
-        raise ImageError(f"has no readable {name}", place=store, hint=hint) from None
-
-
-def _read_json(open_blob: OpenBlob, name: str, store: str, digest: str = "") -> dict[str, Any]:
-    try:
-        with _open_file(open_blob, name, store) as file:
-            data = file.read(2 * MAX_MANIFEST)
-        if digest and digest_of(data) != digest:
-            raise ImageError(f"is damaged: needs {digest}, found {digest_of(data)}", place=f"{store}: {name}")
-        value = parse_json(data, name)
-    except FormatError as error:
-        raise ImageError(str(error), place=store) from None
-    if not isinstance(value, dict):
-        raise ImageError(f"{name} is not a JSON object", place=store)
-    return value
-
-
-def _read_blob(open_blob: OpenBlob, digest: Any, store: str) -> dict[str, Any]:
-    return _read_json(open_blob, f"{BLOBS}/{_hex(digest, store)}", store, str(digest))
-
-
-def _hex(digest: Any, store: str) -> str:
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise ImageError(f"needs a sha256 digest, found {digest!r}", place=store)
-    return digest.removeprefix("sha256:")
-
-
 def _select(
     open_blob: OpenBlob, index: Mapping[str, Any], name: str, architecture: str, store: str
 ) -> Mapping[str, Any]:
     """Return the one index entry that is meant, looking into nested indexes for the platform."""
     found = []
     for entry in _entries(index, store):
-        if name and entry_name(entry) != name:
+        if (entry_name(entry) != name) if name else is_artifact(entry):
             continue
         if entry.get("mediaType") in _INDEX_TYPES:
-            nested = _read_blob(open_blob, entry.get("digest"), store)
+            nested = read_json_blob(open_blob, entry.get("digest"), store)
             found += [
                 {**item, "annotations": entry.get("annotations")}
                 for item in _entries(nested, store)
@@ -257,13 +225,23 @@ def _is_platform(entry: Mapping[str, Any], architecture: str) -> bool:
     return (platform.get("os"), platform.get("architecture")) == ("linux", architecture)
 
 
-def _load(open_blob: OpenBlob, entry: Mapping[str, Any], store: str) -> StoredImage:
-    manifest = _read_blob(open_blob, entry.get("digest"), store)
+def _flat_entries(open_blob: OpenBlob, index: Mapping[str, Any], store: str) -> Iterator[Mapping[str, Any]]:
+    """Yield an index's entries, and those of the referrers lists in it that are kept under a name."""
+    for entry in _entries(index, store):
+        if entry.get("mediaType") == INDEX_TYPE and is_artifact(entry):
+            yield from _entries(read_json_blob(open_blob, entry.get("digest"), store), store)
+        else:
+            yield entry
+
+
+def _load(open_blob: OpenBlob, entry: Mapping[str, Any], store: str, index: Mapping[str, Any]) -> StoredImage:
+    manifest_json = read_blob(open_blob, entry.get("digest"), store)
+    manifest = as_object(manifest_json, "the manifest", store)
     try:
         config_type, config_digest = manifest["config"]["mediaType"], manifest["config"]["digest"]
         if config_type not in _CONFIG_TYPES:
             raise ImageError(f"is not a container image: its config is {config_type}", place=store)
-        config = _read_blob(open_blob, config_digest, store)
+        config = read_json_blob(open_blob, config_digest, store)
         _check_config(config, store)
         diff_ids = config["rootfs"]["diff_ids"]
         layers = tuple(
@@ -273,7 +251,16 @@ def _load(open_blob: OpenBlob, entry: Mapping[str, Any], store: str) -> StoredIm
     except (KeyError, TypeError, ValueError):
         raise ImageError("the manifest and config do not describe the same layers", place=store) from None
     return StoredImage(
-        entry_name(entry), str(entry["digest"]), manifest, config, config_digest, layers, store, open_blob
+        name=entry_name(entry),
+        digest=str(entry["digest"]),
+        manifest=manifest,
+        config=config,
+        config_digest=config_digest,
+        layers=layers,
+        store=store,
+        manifest_json=manifest_json,
+        _open=open_blob,
+        _index=index,
     )
 
 
@@ -306,8 +293,8 @@ def _descriptor(item: Mapping[str, Any], diff_id: str, store: str) -> Descriptor
     media_type = _LAYER_TYPES.get(item["mediaType"])
     if media_type is None:
         raise ImageError(f"has a layer of the unsupported type {item['mediaType']}", place=store)
-    _hex(item["digest"], store)
-    _hex(diff_id, store)
+    hex_of(item["digest"], store)
+    hex_of(diff_id, store)
     annotations = item.get("annotations") or {}
     if not isinstance(annotations, dict):
         raise ImageError("a layer's annotations are not an object", place=store)

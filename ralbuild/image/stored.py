@@ -10,7 +10,7 @@ from ralbuild.image.reader import open_image, read_base
 
 
 def stored_image(folder: Path, name: str = "") -> Image:
-    """Return the image of the layout at ``folder``; its manifest keeps its digest.
+    """Return the image of the layout at ``folder`` with what lies beside it; its manifest keeps its digest.
 
     Raises:
         ImageError: when there is no such image or a blob is missing.
@@ -22,4 +22,6 @@ def stored_image(folder: Path, name: str = "") -> Image:
             for digest in (image.config_digest, image.digest)
         )
         architecture = str(image.config["architecture"])
-    return Image(tuple(base_layer(layer) for layer in base.layers), config, manifest, architecture)
+        artifacts = tuple(item.artifact for item in image.artifacts())
+    layers = tuple(base_layer(layer) for layer in base.layers)
+    return Image(layers, config, manifest, architecture, artifacts)

@@ -1,1 +1,1 @@
-"""TODO"""
+"""What an image says of itself to others: bill of materials, provenance, signature, and checking them."""

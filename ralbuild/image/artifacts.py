@@ -1,0 +1,193 @@
+"""What is stored beside an image and points at it: signatures, attestations, bills of materials.
+
+An artifact is a manifest of its own whose ``subject`` is the image (image-spec 1.1, "Guidelines for
+Artifact Usage"). It never changes the image's digest. A layout lists it in index.json with the
+descriptor that a registry's referrers list would have (distribution-spec, "Listing Referrers").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ralbuild.contract.codec import canonical_json
+from ralbuild.errors import ImageError
+from ralbuild.image.oci import CONFIG_TYPE, MANIFEST_TYPE, REF_NAME, digest_of, entry_name
+from ralbuild.image.store import FILE_LIMIT, OpenBlob, as_object, read_blob
+
+EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
+EMPTY = b"{}"
+_TAG = re.compile(r"sha256-([0-9a-f]{64})(?:\.[A-Za-z0-9._-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One artifact, every byte decided.
+
+    Attributes:
+        manifest: canonical JSON; it names the image as its subject.
+        blobs: its config and layers.
+        artifact_type: what a referrers list calls it.
+        annotations: of its descriptor in such a list.
+        tag: a name that older tools look for; empty for none.
+    """
+
+    manifest: bytes
+    blobs: tuple[bytes, ...]
+    artifact_type: str
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    tag: str = ""
+
+    @property
+    def digest(self) -> str:
+        """The manifest's digest."""
+        return digest_of(self.manifest)
+
+    def entry(self) -> dict[str, Any]:
+        """Return its descriptor for an index."""
+        entry: dict[str, Any] = {
+            "mediaType": MANIFEST_TYPE,
+            "digest": self.digest,
+            "size": len(self.manifest),
+        }
+        if not self.tag:  # what has a name is an image to old tools, and its manifest says no type
+            entry["artifactType"] = self.artifact_type
+        annotations = {**self.annotations, **({REF_NAME: self.tag} if self.tag else {})}
+        return entry | ({"annotations": annotations} if annotations else {})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArtifact:
+    """Something that the store holds about an image: a signature, an attestation, a bill of materials.
+
+    Attributes:
+        digest: of its manifest.
+        artifact_type: as its manifest says; the first layer's type where it does not.
+        annotations: of its manifest.
+        layers: media type, annotations and bytes of each layer.
+        artifact: the same, ready to be written somewhere else byte for byte.
+    """
+
+    digest: str
+    artifact_type: str
+    annotations: Mapping[str, Any]
+    layers: tuple[tuple[str, Mapping[str, Any], bytes], ...]
+    artifact: Artifact
+
+
+def make_artifact(
+    subject: bytes, artifact_type: str, data: bytes, annotations: Mapping[str, str]
+) -> Artifact:
+    """Return the artifact that holds ``data`` as its one layer.
+
+    Args:
+        subject: the manifest of the image that it is about.
+        artifact_type: media type of the artifact and of its layer.
+        data: the content.
+        annotations: of the manifest, repeated in its descriptor.
+    """
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "artifactType": artifact_type,
+        "config": _descriptor(EMPTY_TYPE, EMPTY),
+        "layers": [_descriptor(artifact_type, data)],
+        "subject": _descriptor(MANIFEST_TYPE, subject),
+        "annotations": dict(annotations),
+    }
+    return Artifact(canonical_json(manifest), (EMPTY, data), artifact_type, dict(annotations))
+
+
+def make_tagged_artifact(
+    subject: bytes, layer_type: str, data: bytes, annotations: Mapping[str, str], suffix: str
+) -> Artifact:
+    """Return an artifact as tools from before referrers find it: an image under a name made of the digest.
+
+    Args:
+        subject: the manifest of the image that it is about.
+        layer_type: media type of ``data``.
+        data: the content.
+        annotations: of the layer.
+        suffix: end of the name, such as ``sig``.
+    """
+    config = canonical_json(
+        {
+            "architecture": "",
+            "config": {},
+            "os": "",
+            "rootfs": {"type": "layers", "diff_ids": [digest_of(data)]},
+        }
+    )
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": _descriptor(CONFIG_TYPE, config),
+        "layers": [_descriptor(layer_type, data) | {"annotations": dict(annotations)}],
+    }
+    tag = f"{digest_of(subject).replace(':', '-')}.{suffix}"
+    return Artifact(canonical_json(manifest), (config, data), layer_type, {}, tag)
+
+
+def is_artifact(entry: Mapping[str, Any]) -> bool:
+    """Tell whether an index entry is something about an image, and not an image to run."""
+    return bool(entry.get("artifactType")) or _TAG.fullmatch(entry_name(entry)) is not None
+
+
+def subject_of(entry: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    """Return the digest of the image that an index entry with this manifest is about, or the empty string."""
+    subject = manifest.get("subject")
+    if isinstance(subject, dict):
+        return str(subject.get("digest", ""))
+    found = _TAG.fullmatch(entry_name(entry))
+    return f"sha256:{found[1]}" if found else ""
+
+
+def read_artifact(
+    open_blob: OpenBlob, entry: Mapping[str, Any], subject: str, store: str
+) -> StoredArtifact | None:
+    """Return what an index entry names when it is about the image ``subject``, else None.
+
+    Args:
+        open_blob: of the store.
+        entry: a descriptor of a manifest.
+        subject: digest of the image.
+        store: for messages.
+
+    Raises:
+        ImageError: when a part of it is missing, too long or damaged.
+    """
+    manifest_json = read_blob(open_blob, entry.get("digest"), store)
+    manifest = as_object(manifest_json, "an artifact's manifest", store)
+    if subject_of(entry, manifest) != subject:
+        return None
+    digest = str(entry["digest"])
+    config, items = manifest.get("config"), manifest.get("layers", [])
+    if not isinstance(config, dict) or not isinstance(items, list) or not all(map(_is_object, items)):
+        raise ImageError(f"{digest} does not describe its parts", place=store)
+    blobs = [read_blob(open_blob, part.get("digest"), store, FILE_LIMIT) for part in (config, *items)]
+    layers = tuple(
+        (str(item.get("mediaType", "")), _texts(item), data)
+        for item, data in zip(items, blobs[1:], strict=True)
+    )
+    kind = str(manifest.get("artifactType") or (layers[0][0] if layers else ""))
+    notes = {name: text for name, text in _texts(entry).items() if name != REF_NAME}
+    source = Artifact(manifest_json, tuple(blobs), kind, notes, entry_name(entry))
+    return StoredArtifact(digest, kind, _texts(manifest), layers, source)
+
+
+def _texts(item: Mapping[str, Any]) -> dict[str, str]:
+    """Return the annotations of a descriptor or manifest; those that are no text are left out."""
+    found = item.get("annotations")
+    if not isinstance(found, dict):
+        return {}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def _descriptor(media_type: str, data: bytes) -> dict[str, Any]:
+    return {"mediaType": media_type, "digest": digest_of(data), "size": len(data)}
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
