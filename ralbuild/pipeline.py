@@ -27,11 +27,15 @@ from ralbuild.fold.folding import Folded, fold
 from ralbuild.fold.plan_text import plan_text
 from ralbuild.image.assemble import Image, assemble_image
 from ralbuild.image.base import build_base, ensure_base
+from ralbuild.image.bases import BaseSource, LayoutBase, open_base
 from ralbuild.image.context import write_context
-from ralbuild.image.outputs import Output
+from ralbuild.image.outputs import Output, RegistryOutput
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
-from ralbuild.image.reader import read_base
+from ralbuild.image.registry.connect import Registries, RegistryOptions, open_registries
+from ralbuild.image.registry.reference import Reference
+from ralbuild.image.registry.referrers import push_referrers
+from ralbuild.image.registry.upload import Uploader
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
@@ -55,7 +59,8 @@ class BuildRequest:
         target: what the image runs on.
         archs: GPU architectures instead of the config's; None keeps the config's.
         cache_dir: `.ral_cache`.
-        base: an OCI layout to build on; None takes the embedded base.
+        base: an image to build on; None takes the embedded base.
+        registry: how to speak with registries.
         rehash: read every weight byte again.
         check_repro: compile every kernel twice and compare.
     """
@@ -65,7 +70,8 @@ class BuildRequest:
     target: Target = "cpu"
     archs: tuple[str, ...] | None = None
     cache_dir: Path = Path(".ral_cache")
-    base: Path | None = None
+    base: BaseSource | None = None
+    registry: RegistryOptions = field(default_factory=RegistryOptions)
     rehash: bool = False
     check_repro: bool = False
 
@@ -93,28 +99,66 @@ def build_image(
     """Verify, fold, compile, plan and write an image."""
     _refuse_target(request.target)
     compiled = compile_model(request, report)
-    _, image = assemble(request, compiled, report)
+    with open_registries(request.registry) as registries:
+        _, image = assemble(request, compiled, report, registries)
+        written = _write(image, outputs, tag, report, registries)
+    return compiled, image, written
+
+
+def push_image(
+    folder: Path, name: str, target: Reference, options: RegistryOptions, report: Report
+) -> WrittenImage:
+    """Push an image of a layout folder, and what the folder holds about it, to a registry.
+
+    Args:
+        folder: the OCI layout.
+        name: which of its images; may be empty where there is one.
+        target: where to.
+        options: how to speak with the registry.
+        report: for progress.
+
+    Raises:
+        ImageError: when the layout has no such image or is damaged, or the registry refuses.
+    """
+    image = stored_image(folder, name)
+    with open_registries(options) as registries:
+        written = _write(image, (RegistryOutput(target),), "", report, registries)
+        uploader = Uploader(registries.repository(target))
+        referrers = push_referrers(folder, image.digest, uploader)
+    if referrers:
+        report.note(f"{len(referrers)} signatures or documents pushed with it")
+    return written
+
+
+def _write(
+    image: Image, outputs: tuple[Output, ...], tag: str, report: Report, registries: Registries
+) -> WrittenImage:
     with report.stage("write") as stage:
+        total = sum(layer.digest.size for layer in image.unique_layers) * len(outputs)
         written = write_image(
             image,
             outputs,
             tag=tag,
             cache=default_cache(),
-            progress=_byte_counter(report, sum(layer.digest.size for layer in image.unique_layers)),
+            registries=registries,
+            progress=_byte_counter(report, total),
             note=report.note,
         )
         reused = sum(layer.reused for layer in written.layers)
         stage.summary = (
             f"{format_bytes(written.bytes_written)} written, {reused} of {len(written.layers)} layers reused"
         )
-    return compiled, image, written
+    for place in written.names:
+        report.note(f"there as {place}")
+    return written
 
 
 def plan_only(request: BuildRequest, report: Report) -> tuple[Compiled, Image]:
     """Do everything but write the image: for ``--dry-run``."""
     _refuse_target(request.target)
     compiled = compile_model(request, report)
-    _, image = assemble(request, compiled, report)
+    with open_registries(request.registry) as registries:
+        _, image = assemble(request, compiled, report, registries)
     return compiled, image
 
 
@@ -214,31 +258,26 @@ def save_plan(compiled: Compiled, folder: Path) -> Path:
     return folder / "report.txt"
 
 
-def write_base(target: Target, output: Output, tag: str, report: Report, *, refresh: bool) -> str:
+def write_base(
+    target: Target, output: Output, tag: str, options: RegistryOptions, report: Report, *, refresh: bool
+) -> str:
     """Build the embedded base, or take the finished one, and write it; return its manifest digest."""
     with report.stage("base") as stage:
         layout = build_base(target, report) if refresh else ensure_base(target, report)
         image = stored_image(layout)
         stage.summary = f"{len(image.layers)} layers"
-    with report.stage("write") as stage:
-        total = sum(layer.digest.size for layer in image.unique_layers)
-        written = write_image(
-            image,
-            (output,),
-            tag=tag,
-            cache=default_cache(),
-            progress=_byte_counter(report, total),
-            note=report.note,
-        )
-        stage.summary = f"{format_bytes(written.bytes_written)} written"
+    with open_registries(options) as registries:
+        written = _write(image, (output,), tag, report, registries)
     return written.manifest_digest
 
 
-def assemble(request: BuildRequest, compiled: Compiled, report: Report) -> tuple[ImagePlan, Image]:
+def assemble(
+    request: BuildRequest, compiled: Compiled, report: Report, registries: Registries
+) -> tuple[ImagePlan, Image]:
     """Put the compiled parts on a base and compute every digest; nothing is written."""
     with report.stage("base") as stage:
-        layout = request.base or ensure_base(request.target, report)
-        base = read_base(layout)
+        source = request.base or LayoutBase(ensure_base(request.target, report))
+        base = open_base(source, registries)
         size = sum(layer.size for layer in base.layers)
         stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
     parts = ImageParts(
@@ -406,7 +445,8 @@ def render_context(request: BuildRequest, out: Path, report: Report) -> Path:
     if os.path.lexists(out):
         raise UsageError("is already there", place=str(out), hint="name a new folder")
     compiled = compile_model(request, report)
-    plan, _ = assemble(request, compiled, report)
+    with open_registries(request.registry) as registries:
+        plan, _ = assemble(request, compiled, report, registries)
     with report.stage("render") as stage:
         count = write_context(plan, out)
         stage.summary = f"{count} files"

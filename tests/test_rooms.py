@@ -28,7 +28,8 @@ DOORS = {
     "rich": {"report.py"},
     "triton": {"compile/worker.py", "kernels/transduce.py", "kernels/sample.py"},
     "tokenizers": {"weights/tokenizer.py", "runtime/tokens.py"},
-    "docker": set(),
+    "docker": {"image/daemon.py"},
+    "requests": {"image/daemon.py"},
 }
 """Package to the only modules that may import it."""
 

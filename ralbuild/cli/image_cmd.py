@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from ralbuild.cli.options import (
     add_base_option,
     add_build_options,
+    add_registry_options,
     add_report_options,
-    base_folder,
     build_request,
+    chosen_base,
     chosen_report,
+    registry_options,
 )
 
 if TYPE_CHECKING:
@@ -31,13 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         action="append",
         metavar="FORM",
-        help="oci:DIR or archive:FILE, may be given several times; default: oci:./ral-image",
+        help="oci:DIR, archive:FILE, docker, registry:HOST/NAME[:TAG]; repeatable; default: oci:./ral-image",
     )
     parser.add_argument("--tag", default="", metavar="NAME[:TAG]", help="name of the image in its outputs")
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and write no image"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the digest")
+    add_registry_options(parser)
     add_report_options(parser)
 
 
@@ -49,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     report = chosen_report(options)
     outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])
     tag = parse_tag(options.tag) if options.tag else ""
-    request = build_request(options, base=base_folder(options))
+    request = build_request(options, base=chosen_base(options), registry=registry_options(options))
     if options.dry_run:
         compiled, image = plan_only(request, report)
         print(_json(compiled, image, None, report) if options.json else _table(image))
@@ -78,6 +81,7 @@ def _json(compiled: Compiled, image: Image, written: WrittenImage | None, report
         "config": image.config_digest,
         "bundle": f"sha256:{compiled.bundle_sha256}",
         "written": written.bytes_written if written else 0,
+        "names": list(written.names) if written else [],
         "summary": {stage.name: stage.summary for stage in report.stages},
         "seconds": {stage.name: round(stage.seconds, 3) for stage in report.stages},
         "layers": [

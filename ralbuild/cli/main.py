@@ -30,6 +30,7 @@ VERBS = {
     "render": "write the Dockerfile, entrypoint and build context",
     "base": "build the base image: Debian, Python, locked packages",
     "image": "build the image: the main job",
+    "push": "push an image of a layout to a registry",
     "inspect": "show what an image holds",
     "run": "run an image without docker",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from ralbuild.image.layers import Progress, Recipe, base_recipe, digest_layer, layer_recipe
@@ -36,6 +37,11 @@ class Image:
     def config_digest(self) -> str:
         """The config's digest: what Docker calls the image id."""
         return digest_of(self.config)
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """The manifest's annotations."""
+        return dict(json.loads(self.manifest).get("annotations") or {})
 
     @property
     def unique_layers(self) -> tuple[Layer, ...]:

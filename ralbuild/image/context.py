@@ -93,6 +93,7 @@ def _place(target: Path, entry: FileEntry) -> None:
     if isinstance(entry.source, HostFile):
         os.link(entry.source.path, target, follow_symlinks=True)
         return
+    assert isinstance(entry.source, bytes)  # pieces come from --reshard, which `render` does not have
     target.write_bytes(entry.source)
     target.chmod(entry.mode)
 

@@ -5,7 +5,7 @@ docs/image-plan.md is the written form. The same plan gives the same image bytes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,19 +19,50 @@ Kind = Literal["small", "weights"]
 
 @dataclass(frozen=True, slots=True)
 class HostFile:
-    """Bytes that are in a file of this machine when the image is written.
+    """Bytes that are in a file of this machine when the image is written: all of it, or a range.
 
     Attributes:
         path: the file; links are followed.
-        size: in bytes; a file of another size fails the build.
+        size: of the range in bytes.
         sha256: what its bytes must hash to, in hex; empty when only the layer's digest is known.
         purpose: under which the digest cache may know its layer's digest; empty when it does not.
+        start: where the range begins.
+        file_size: of the whole file; -1 means ``size``. A file of another size fails the build.
     """
 
     path: Path
     size: int
     sha256: str = ""
     purpose: str = field(default="", compare=False)
+    start: int = 0
+    file_size: int = -1
+
+    @property
+    def is_whole(self) -> bool:
+        """True when the range is the file."""
+        return self.file_size in (-1, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteBlob:
+    """A blob that a registry has; nothing of it is here until a sink needs it.
+
+    Attributes:
+        host, repository: where it is.
+        digest: ``sha256:`` and hex.
+        size: in bytes.
+        fetch: yields the blob's bytes, checked against both; raises ImageError.
+    """
+
+    host: str
+    repository: str
+    digest: str
+    size: int
+    fetch: Callable[[], Iterator[bytes]] = field(compare=False, repr=False)
+
+
+Pieces = tuple[bytes | HostFile, ...]
+"""A file made of other files' bytes, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +70,18 @@ class FileEntry:
     """A regular file: ``path`` in the image (relative, with slashes), its bytes, and 0644 or 0755."""
 
     path: str
-    source: bytes | HostFile
+    source: bytes | HostFile | Pieces
     mode: int = FILE_MODE
+
+    @property
+    def pieces(self) -> Pieces:
+        """The bytes, as pieces in order."""
+        return self.source if isinstance(self.source, tuple) else (self.source,)
 
     @property
     def size(self) -> int:
         """Bytes of content."""
-        return len(self.source) if isinstance(self.source, bytes) else self.source.size
+        return sum(len(part) if isinstance(part, bytes) else part.size for part in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +140,7 @@ class BaseLayer:
         media_type: an OCI layer type.
         digest, size: of the blob as stored; ``sha256:`` and hex, bytes.
         diff_id: of the uncompressed tar.
-        source: the file that holds the blob.
+        source: the file, or the registry, that holds the blob.
         name: what the base calls it.
     """
 
@@ -112,7 +148,7 @@ class BaseLayer:
     digest: str
     size: int
     diff_id: str
-    source: Path
+    source: Path | RemoteBlob
     name: str = "base"
 
 

@@ -30,7 +30,10 @@ from ralbuild.pins import load_pins
 from ralbuild.render import entrypoint
 from ralbuild.weights.scan import ScannedModel
 
-BASE_CONTRACT = "io.ralbuild.base.contract"
+_BASE = "io.ralbuild.base."
+BASE_CONTRACT = f"{_BASE}contract"
+_BASE_FACTS = ("lock", "python", "torch", "transformers")
+_PYTHON = "3.11."
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +130,16 @@ def _check_base(base: BaseImage, target: str) -> None:
             place=base.name or base.digest,
             hint="make one with `ralbuild base --out oci:DIR`",
         )
+    place = base.name or base.digest
     made_for = labels.get("io.ralbuild.base.target")
     if made_for != target:
-        raise ImageError(
-            f"is a base for {made_for!r}; the image is for {target!r}", place=base.name or base.digest
-        )
+        raise ImageError(f"is a base for {made_for!r}; the image is for {target!r}", place=place)
+    missing = [name for name in _BASE_FACTS if not labels.get(f"{_BASE}{name}")]
+    if missing:
+        raise ImageError(f"does not say its {', '.join(missing)}: needs labels {_BASE}*", place=place)
+    python = labels[f"{_BASE}python"]
+    if not python.startswith(_PYTHON):
+        raise ImageError(f"has Python {python}, the launcher needs {_PYTHON}x", place=place)
 
 
 def _model_layer(parts: ImageParts) -> LayerPlan:

@@ -107,13 +107,16 @@ class StoredImage:
 
 
 @contextlib.contextmanager
-def open_image(path: Path, name: str = "", architecture: str = "amd64") -> Iterator[StoredImage]:
+def open_image(
+    path: Path, name: str = "", architecture: str = "amd64", digest: str = ""
+) -> Iterator[StoredImage]:
     """Open an image of the OCI layout folder or archive at ``path``.
 
     Args:
         path: a folder with ``oci-layout`` and ``index.json``, or a tar of one.
         name: which image, as the index calls it; needed only where the store has several.
         architecture: which platform of a multi-platform image.
+        digest: of the entry that is meant, an image or an index of several platforms.
 
     Raises:
         ImageError: when it is no such thing, holds no such image, or a JSON file is damaged.
@@ -122,11 +125,22 @@ def open_image(path: Path, name: str = "", architecture: str = "amd64") -> Itera
         store = str(path)
         open_blob = _folder_opener(path) if _is_folder(path) else stack.enter_context(_archive_opener(path))
         index = _read_json(open_blob, "index.json", store)
-        entry = _select(open_blob, index, name, architecture, store)
-        yield _load(open_blob, entry, store)
+        if digest:
+            entries = [entry for entry in _entries(index, store) if entry.get("digest") == digest]
+            if not entries:
+                raise ImageError(f"holds no {digest}", place=store)
+            index = {"manifests": entries[:1]}
+        yield load_image(open_blob, index, store, name, architecture)
 
 
-def read_base(folder: Path, name: str = "", architecture: str = "amd64") -> BaseImage:
+def load_image(
+    open_blob: OpenBlob, index: Mapping[str, Any], store: str, name: str = "", architecture: str = "amd64"
+) -> StoredImage:
+    """Return the image that is meant in ``index``; see `open_image`."""
+    return _load(open_blob, _select(open_blob, index, name, architecture, store), store)
+
+
+def read_base(folder: Path, name: str = "", architecture: str = "amd64", digest: str = "") -> BaseImage:
     """Return the image of a layout folder as a base; layers are checked when they are written.
 
     Raises:
@@ -134,7 +148,7 @@ def read_base(folder: Path, name: str = "", architecture: str = "amd64") -> Base
     """
     if not _is_folder(folder):
         raise ImageError("is not a folder", place=str(folder), hint="a base is an OCI image layout folder")
-    with open_image(folder, name, architecture) as image:
+    with open_image(folder, name, architecture, digest) as image:
         diff_ids = image.config["rootfs"]["diff_ids"]
         layers = []
         for layer, diff_id in zip(image.layers, diff_ids, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ralbuild.image.assemble import Image, base_layer
@@ -22,4 +23,8 @@ def stored_image(folder: Path, name: str = "") -> Image:
             for digest in (image.config_digest, image.digest)
         )
         architecture = str(image.config["architecture"])
-    return Image(tuple(base_layer(layer) for layer in base.layers), config, manifest, architecture)
+        layers = tuple(
+            replace(base_layer(layer), descriptor=descriptor)
+            for layer, descriptor in zip(base.layers, image.layers, strict=True)
+        )
+    return Image(layers, config, manifest, architecture)
