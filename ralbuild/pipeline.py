@@ -41,6 +41,7 @@ from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
 from ralbuild.report import Report, format_bytes
 from ralbuild.weights.findings import FoundError
+from ralbuild.weights.reshard import reshard
 from ralbuild.weights.scan import ScannedModel, verify_folder
 from ralbuild.weights.scan import Verdict as FolderVerdict
 
@@ -61,6 +62,7 @@ class BuildRequest:
         cache_dir: `.ral_cache`.
         base: an image to build on; None takes the embedded base.
         registry: how to speak with registries.
+        reshard: largest weight file of the image in bytes, header included; 0 takes the files as they are.
         rehash: read every weight byte again.
         check_repro: compile every kernel twice and compare.
     """
@@ -72,6 +74,7 @@ class BuildRequest:
     cache_dir: Path = Path(".ral_cache")
     base: BaseSource | None = None
     registry: RegistryOptions = field(default_factory=RegistryOptions)
+    reshard: int = 0
     rehash: bool = False
     check_repro: bool = False
 
@@ -225,6 +228,8 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
     _refuse_user_kernels(loaded, request.target)
     cache = Cache(request.cache_dir, report)
     model = verify_model(request.model, report, rehash=request.rehash)
+    if request.reshard:
+        model = _reshard(model, request.reshard, report)
     engine = _engine(loaded, model, request.target)
     with report.stage("fold") as stage:
         folded = fold(loaded, model.vocabulary.tokens)
@@ -241,6 +246,14 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
     bundle = _link(loaded, model, folded, engine, kernels, request.target, cache)
     objects = {ref.sha256: cache.read(ref) for ref in contract.object_refs(bundle)}
     return Compiled(loaded, model, folded, bundle, contract.write_bundle(bundle), objects)
+
+
+def _reshard(model: ScannedModel, limit: int, report: Report) -> ScannedModel:
+    with report.stage("reshard") as stage:
+        progress = _byte_counter(report, model.weight_bytes)
+        fresh = reshard(model, limit, default_cache(), LAYER_MTIME, progress)
+        stage.summary = f"{len(model.shards)} weight files become {len(fresh.shards)}"
+    return fresh
 
 
 def save_plan(compiled: Compiled, folder: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ralbuild.cli.options import (
@@ -15,6 +16,7 @@ from ralbuild.cli.options import (
     build_request,
     chosen_base,
     chosen_report,
+    parse_size,
     registry_options,
 )
 
@@ -37,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tag", default="", metavar="NAME[:TAG]", help="name of the image in its outputs")
     parser.add_argument(
+        "--reshard", metavar="SIZE", help="cut the weights into files of at most SIZE (5GB), without loss"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and write no image"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the digest")
@@ -52,7 +57,10 @@ def run(options: argparse.Namespace) -> int:
     report = chosen_report(options)
     outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])
     tag = parse_tag(options.tag) if options.tag else ""
-    request = build_request(options, base=chosen_base(options), registry=registry_options(options))
+    request = replace(
+        build_request(options, base=chosen_base(options), registry=registry_options(options)),
+        reshard=parse_size(options.reshard, "--reshard") if options.reshard else 0,
+    )
     if options.dry_run:
         compiled, image = plan_only(request, report)
         print(_json(compiled, image, None, report) if options.json else _table(image))

@@ -5,7 +5,7 @@ docs/image-plan.md is the written form. The same plan gives the same image bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -213,11 +213,22 @@ class ImagePlan:
     packing: str = PACKING
 
 
-def weight_layer(path: Path, size: int, digests: FileDigests, name: str = "") -> LayerPlan:
-    """Return the layer of one scanned weight file; scan and plan must use the same ``mtime`` and ``name``."""
-    folder = MODEL_DIR.strip("/")
-    name = name or path.name
+def weight_layer(path: Path, size: int, digests: FileDigests) -> LayerPlan:
+    """Return the layer of one scanned weight file; scan and plan must use the same ``mtime``."""
     # The layer's digest covers the file's: a second hash of the file would only cost time.
-    entry = FileEntry(f"{folder}/{name}", HostFile(path, size, purpose=digests.purpose))
+    return bundled_layer([(path.name, HostFile(path, size, purpose=digests.purpose))], digests)
+
+
+def bundled_layer(files: Sequence[tuple[str, HostFile | Pieces]], digests: FileDigests) -> LayerPlan:
+    """Return the layer that scanned weight files share.
+
+    Args:
+        files: name in the image and bytes of each, in the order of the scan.
+        digests: of any of them.
+    """
+    folder = MODEL_DIR.strip("/")
+    entries = tuple(FileEntry(f"{folder}/{name}", source) for name, source in files)
     known = LayerDigest(digests.layer_sha256, digests.layer_size)
-    return LayerPlan(f"weights {name}", "weights", (entry,), (folder,), known)
+    first, last = files[0][0], files[-1][0]
+    name = f"weights {first}" if len(files) == 1 else f"weights {first} to {last}"
+    return LayerPlan(name, "weights", entries, (folder,), known)

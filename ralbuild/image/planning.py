@@ -6,7 +6,7 @@ rule touches the last one only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -24,11 +24,21 @@ from ralbuild.contract.places import (
     PORT,
     USER_ID,
 )
+from ralbuild.contract.tarball import bundles
 from ralbuild.errors import ImageError
-from ralbuild.image.plan import BaseImage, FileEntry, ImageConfig, ImagePlan, LayerPlan, weight_layer
+from ralbuild.image.plan import (
+    BaseImage,
+    FileEntry,
+    HostFile,
+    ImageConfig,
+    ImagePlan,
+    LayerPlan,
+    Pieces,
+    bundled_layer,
+)
 from ralbuild.pins import load_pins
 from ralbuild.render import entrypoint
-from ralbuild.weights.scan import ScannedModel
+from ralbuild.weights.scan import ScannedModel, WeightShard
 
 _BASE = "io.ralbuild.base."
 BASE_CONTRACT = f"{_BASE}contract"
@@ -66,10 +76,12 @@ def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
         ImageError: when the base was not made for this target.
     """
     _check_base(base, parts.bundle.target)
-    weights = tuple(
-        weight_layer(shard.path, shard.size, shard.digests, shard.name) for shard in parts.model.shards
+    layers = (
+        *_weight_layers(parts.model.shards),
+        _model_layer(parts),
+        _launcher_layer(),
+        _rules_layer(parts),
     )
-    layers = (*weights, _model_layer(parts), _launcher_layer(), _rules_layer(parts))
     config = ImageConfig(
         env=(
             ("RAL_BUNDLE_SHA256", parts.bundle_sha256),
@@ -83,6 +95,25 @@ def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
     )
     annotations = {"org.opencontainers.image.title": parts.bundle.model}
     return ImagePlan(base, layers, config, parts.created, parts.mtime, annotations)
+
+
+def _weight_layers(shards: Sequence[WeightShard]) -> Iterator[LayerPlan]:
+    for part in bundles(len(shards)):
+        files = [(shard.name, _bytes_of(shard)) for shard in shards[part.start : part.stop]]
+        yield bundled_layer(files, shards[part.start].digests)
+
+
+def _bytes_of(shard: WeightShard) -> HostFile | Pieces:
+    """Return where a weight file's bytes lie: in one file, or in ranges of several."""
+    purpose = shard.digests.purpose
+    if not shard.pieces:
+        return HostFile(shard.path, shard.size, purpose=purpose)
+    return tuple(
+        piece
+        if isinstance(piece, bytes)
+        else HostFile(piece.path, piece.size, purpose=purpose, start=piece.start, file_size=piece.file_size)
+        for piece in shard.pieces
+    )
 
 
 def image_labels(parts: ImageParts) -> dict[str, str]:

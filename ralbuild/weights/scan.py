@@ -12,8 +12,9 @@ from typing import Any
 
 from ralbuild.contract.codec import sha256_hex
 from ralbuild.contract.manifest import ModelFile, ModelManifest
+from ralbuild.contract.tarball import bundles
 from ralbuild.contract.vocab import write_vocab
-from ralbuild.digests import DigestCache, FileDigests, scan_file
+from ralbuild.digests import DigestCache, FileDigests, FileRange, LayerFile, scan_layer
 from ralbuild.errors import WeightsError
 from ralbuild.weights import architecture, dialect, hooks, layout, special
 from ralbuild.weights.families import Family, families
@@ -37,12 +38,16 @@ EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """One weight file: where it is, its name in the image, and the digests of file and layer."""
+    """One weight file: where it is, its name in the image, and the digests of file and layer.
+
+    With ``pieces`` it is made of those and not of the bytes at ``path``: see `ralbuild.weights.reshard`.
+    """
 
     path: Path
     name: str
     size: int
     digests: FileDigests
+    pieces: tuple[bytes | FileRange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +320,8 @@ class _Reading:
         """Read every file; findings are recorded in the order of the names, whichever ends first."""
         with ThreadPoolExecutor(max(1, jobs)) as pool:
             try:
-                results = list(pool.map(self._read, self.names))
+                layers = [self.names[part.start : part.stop] for part in bundles(len(self.names))]
+                results = [item for layer in pool.map(self._read, layers) for item in layer]
             except BaseException:
                 self.stop.set()
                 raise
@@ -335,32 +341,28 @@ class _Reading:
             architecture.check_tied_copy(self.check.promise, tied, findings)
         return tuple(shards)
 
-    def _read(self, name: str) -> FileDigests | WeightsError | None:
-        header = self.check.headers[name]
-        hashed = self.tied & {tensor.name for tensor in header.tensors}
-        observer = ValueScan(header, hashed)
-        path = self.check.folder.files[name]
+    def _read(self, names: tuple[str, ...]) -> list[FileDigests | WeightsError | None]:
+        """Read the files of one layer; None for one that was not read to its end."""
+        # The name in the image is the one in the folder, not the blob that a link leads to.
+        files = [LayerFile(self.check.folder.files[name], name, self._observer(name)) for name in names]
         try:
-            # The name in the image is the one in the folder, not the blob that a link leads to.
-            digests = scan_file(
-                path,
-                self.cache,
-                self.mtime,
-                self._step,
-                name=name,
-                rehash=self.rehash,
-                observer=observer,
-            )
+            digests = scan_layer(files, self.cache, self.mtime, self._step, rehash=self.rehash)
         except _StoppedError:
-            return None
+            return [None] * len(names)
         except WeightsError as error:
-            return error
+            place = error.problems[0].place
+            return [error if str(file.path) == place else None for file in files]
         if self.fail_fast:
             trial = Findings()
-            self._judge(name, digests, trial)
+            for name, item in zip(names, digests, strict=True):
+                self._judge(name, item, trial)
             if trial.failed:
                 self.stop.set()
-        return digests
+        return list(digests)
+
+    def _observer(self, name: str) -> ValueScan:
+        header = self.check.headers[name]
+        return ValueScan(header, self.tied & {tensor.name for tensor in header.tensors})
 
     def _step(self, count: int) -> None:
         if self.stop.is_set():
