@@ -63,8 +63,7 @@ class Url:
         Raises:
             ValueError: when it is none, or would smuggle something into a header.
         """
-        if not text.isascii() or not text.isprintable() or " " in text:
-            raise ValueError("needs a URL without spaces and control characters")
+        _check_text(text)
         parts = urlsplit(text)
         if parts.scheme not in _PORTS or not parts.hostname:
             raise ValueError("needs an http or https URL")
@@ -84,13 +83,19 @@ class Url:
         return f"{self.scheme}://{self.host}{self.target}"
 
     def join(self, location: str) -> Url:
-        """Return where ``location``, absolute or relative, leads from here."""
+        """Return where ``location``, absolute or relative, leads from here; raises what `parse` raises."""
+        _check_text(location)  # `urljoin` would drop what must not be there
         return Url.parse(urljoin(str(self), location))
 
     def with_query(self, query: str) -> Url:
         """Return this URL with ``query`` added to what it has."""
         mark = "&" if "?" in self.target else "?"
         return Url(self.scheme, self.host, f"{self.target}{mark}{query}")
+
+
+def _check_text(url: str) -> None:
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise ValueError("needs a URL without spaces and control characters")
 
 
 @dataclass(frozen=True, slots=True)
