@@ -33,6 +33,7 @@ from ralbuild.image.outputs import Output, RegistryOutput
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
 from ralbuild.image.registry.connect import Registries, RegistryOptions, open_registries
+from ralbuild.image.registry.profiles import check_sizes
 from ralbuild.image.registry.reference import Reference
 from ralbuild.image.registry.referrers import push_referrers
 from ralbuild.image.registry.upload import Uploader
@@ -101,11 +102,22 @@ def build_image(
 ) -> tuple[Compiled, Image, WrittenImage]:
     """Verify, fold, compile, plan and write an image."""
     _refuse_target(request.target)
-    compiled = compile_model(request, report)
     with open_registries(request.registry) as registries:
+        _check_caps(request, outputs, registries)
+        compiled = compile_model(request, report)
         _, image = assemble(request, compiled, report, registries)
         written = _write(image, outputs, tag, report, registries)
     return compiled, image, written
+
+
+def _check_caps(request: BuildRequest, outputs: tuple[Output, ...], registries: Registries) -> None:
+    """Refuse a weight file that a registry would refuse, before it is read; `check_limits` sees the rest."""
+    for output in outputs:
+        if isinstance(output, RegistryOutput):
+            profile = registries.repository(output.reference).registry.profile
+            if not request.reshard:
+                files = (path for path in sorted(request.model.glob("*.safetensors")) if path.is_file())
+                check_sizes(((path.name, path.stat().st_size) for path in files), profile)
 
 
 def push_image(

@@ -97,7 +97,7 @@ def check_sizes(layers: Iterable[tuple[str, int]], profile: Profile) -> None:
     for name, size in layers:
         if cap and size > cap:
             raise ImageError(
-                f"the layer has {size} bytes, {profile.name} takes at most {cap} ({profile.limit} limit)",
+                f"has {size} bytes, {profile.name} takes at most {cap} ({profile.limit} limit)",
                 place=name,
                 hint=f"--reshard {_below(cap)} cuts the weights into smaller files, without loss",
             )
