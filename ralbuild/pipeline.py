@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,7 @@ from ralbuild.image.outputs import Output, RegistryOutput
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
 from ralbuild.image.registry.connect import Registries, RegistryOptions, open_registries
-from ralbuild.image.registry.profiles import check_sizes
+from ralbuild.image.registry.profiles import check_limits, check_sizes
 from ralbuild.image.registry.reference import Reference
 from ralbuild.image.registry.referrers import push_referrers
 from ralbuild.image.registry.upload import Uploader
@@ -168,12 +169,16 @@ def _write(
     return written
 
 
-def plan_only(request: BuildRequest, report: Report) -> tuple[Compiled, Image]:
+def plan_only(request: BuildRequest, outputs: tuple[Output, ...], report: Report) -> tuple[Compiled, Image]:
     """Do everything but write the image: for ``--dry-run``."""
     _refuse_target(request.target)
-    compiled = compile_model(request, report)
     with open_registries(request.registry) as registries:
+        _check_caps(request, outputs, registries)
+        compiled = compile_model(request, report)
         _, image = assemble(request, compiled, report, registries)
+        for output in outputs:
+            if isinstance(output, RegistryOutput):
+                check_limits(image, registries.repository(output.reference).registry.profile)
     return compiled, image
 
 
@@ -448,12 +453,15 @@ def _link(
 
 
 def _byte_counter(report: Report, total: int) -> Callable[[int], None]:
+    """Return what adds up bytes for the report, whichever thread dealt with them."""
     done = 0
+    lock = threading.Lock()
 
     def count(size: int) -> None:
         nonlocal done
-        done += size
-        report.progress(min(done, total), total, "B")
+        with lock:
+            done += size
+            report.progress(min(done, total), total, "B")
 
     return count
 

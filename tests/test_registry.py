@@ -5,15 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 from image_cases import CONFIG, NOWHERE, make_image, make_plan, rules_layer
 from registry_cases import DATA, DIGEST, FULL, NAME, RECIPE, Run, client
-from registry_server import INDEX, FakeRegistry, serve, sha256, times
+from registry_server import INDEX, FakeRegistry, Handler, serve, sha256, times
 
 from ralbuild.errors import HostError, ImageError, UsageError
 from ralbuild.image.assemble import Image, assemble_image
@@ -570,3 +573,72 @@ def test_the_users_file_names_a_profile_for_a_host_and_makes_new_ones(tmp_path: 
         (folder / "registries.toml").write_text(text)
         with pytest.raises(UsageError, match=r"registries\.toml"):
             find_profile("r.test", "", env)
+
+
+# Being stopped, and proxies ------------------------------------------------------------------------
+
+
+def test_a_push_that_is_interrupted_ends_at_once_and_publishes_nothing(tmp_path: Path, image: Image) -> None:
+    """The registry takes the first bytes of every blob and then nothing more."""
+    write_image(image, [LayoutOutput(tmp_path / "l")], cache=NOWHERE)
+    reached = threading.Event()
+
+    def stall(handler: Handler) -> bool:
+        if handler.command != "PUT":
+            return False
+        reached.set()
+        time.sleep(60)
+        return True
+
+    with serve() as registry:
+        registry.faults.append(stall)
+        command = [sys.executable, "-m", "ralbuild.cli.main", "push", f"oci:{tmp_path / 'l'}"]
+        process = subprocess.Popen(
+            [*command, f"registry:{registry.host}/{NAME}:v1"], stderr=subprocess.PIPE, text=True,
+            cwd=Path(__file__).parent.parent, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "x")},
+        )  # fmt: skip
+        assert reached.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 130, said
+        assert "interrupted" in said
+        assert "Traceback" not in said
+        assert registry.manifests == {}
+
+
+def test_a_proxy_of_the_environment_carries_tls_and_never_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ralbuild.image.registry.transport import _proxy
+
+    for name in ("https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert _proxy("r.example.test") is None
+    monkeypatch.setenv("https_proxy", "http://proxy.example.test:3128")
+    monkeypatch.setenv("no_proxy", "inside.example.test")
+    assert _proxy("r.example.test") == ("proxy.example.test", 3128)
+    assert _proxy("inside.example.test") is None
+    assert _proxy("127.0.0.1") is None
+
+
+def test_a_changed_rule_sends_kilobytes(registry: FakeRegistry, tmp_path: Path) -> None:
+    for rules in ("bold: risk", "bold: audit"):
+        image = make_image(tmp_path / "model", rules)
+        with client() as run:
+            written = write_image(image, [target(registry)], cache=NOWHERE, registries=run.registries)
+    assert [layer.name for layer in written.layers if not layer.reused] == ["rules"]
+    assert written.bytes_written < 10_000
+
+
+def test_a_list_of_referrers_is_not_continued_on_another_host(registry: FakeRegistry) -> None:
+    def listed(handler: Handler) -> bool:
+        if "/referrers/" not in handler.path:
+            return False
+        handler.answer(
+            200, b'{"manifests":[{"digest":"a"}]}', Link='<https://evil.example.test/x>; rel="next"'
+        )
+        return True
+
+    registry.faults.append(listed)
+    with client() as run:
+        assert run.repository(registry).referrers(FULL) == ({"digest": "a"},)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import shutil
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from image_cases import make_image
 from model_factory import read_tensors, safetensors_bytes, write_model, write_tensors
 
 from ralbuild.contract.tarball import MAX_WEIGHT_LAYERS, bundles
 from ralbuild.digests import DigestCache, LayerFile, scan_layer
-from ralbuild.errors import UsageError, WeightsError
+from ralbuild.errors import HostError, ImageError, UsageError, WeightsError
 from ralbuild.image.layers import digest_layer, layer_recipe, recipe_chunks
+from ralbuild.image.outputs import ArchiveOutput, LayoutOutput
 from ralbuild.image.plan import HostFile, LayerPlan, bundled_layer
+from ralbuild.image.write import write_image
 from ralbuild.weights.reshard import reshard
 from ralbuild.weights.scan import ScannedModel, scan_model
 
@@ -217,3 +222,49 @@ def test_resharded_layers_are_remembered(tmp_path: Path, monkeypatch: pytest.Mon
     first = reshard(model, 24_000, cache, 0)
     monkeypatch.setattr(module, "_hash_pieces", None)
     assert reshard(model, 24_000, cache, 0) == first
+
+
+# Several outputs ------------------------------------------------------------------------------------
+
+
+def test_two_builds_that_write_the_same_outputs_in_another_order_both_end(tmp_path: Path) -> None:
+    image = make_image(tmp_path / "model")
+    one, two = LayoutOutput(tmp_path / "one"), ArchiveOutput(tmp_path / "two.tar")
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(write_image, image, outputs, cache=NOWHERE) for outputs in ([one, two], [two, one])
+        ]
+        assert {job.result(60).manifest_digest for job in jobs} == {image.digest}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "one", "two.tar"]
+
+
+def test_no_output_is_touched_when_another_one_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = make_image(tmp_path / "model")
+    small = tmp_path / "small"
+    small.mkdir()
+    usage = shutil.disk_usage
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda path: usage(path)._replace(free=1000) if Path(path) == small else usage(path),
+    )
+    outputs = [LayoutOutput(tmp_path / "layout"), ArchiveOutput(small / "a.tar")]
+    with pytest.raises(HostError, match=r"needed, 1000 are free"):
+        write_image(image, outputs, cache=NOWHERE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
+    assert list(small.iterdir()) == []
+
+
+def test_a_layout_that_is_there_stays_as_it_was_when_another_output_fails(tmp_path: Path) -> None:
+    old = make_image(tmp_path / "model", "old rules")
+    write_image(old, [LayoutOutput(tmp_path / "layout")], cache=NOWHERE)
+    before = {path: path.read_bytes() for path in (tmp_path / "layout").rglob("*") if path.is_file()}
+    (tmp_path / "folder").mkdir()
+    new = make_image(tmp_path / "model", "new rules")
+    with pytest.raises(ImageError, match="is not a file"):
+        write_image(
+            new, [LayoutOutput(tmp_path / "layout"), ArchiveOutput(tmp_path / "folder")], cache=NOWHERE
+        )
+    assert {path: path.read_bytes() for path in (tmp_path / "layout").rglob("*") if path.is_file()} == before

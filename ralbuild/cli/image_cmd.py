@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         reshard=parse_size(options.reshard, "--reshard") if options.reshard else 0,
     )
     if options.dry_run:
-        compiled, image = plan_only(request, report)
+        compiled, image = plan_only(request, outputs, report)
         print(_json(compiled, image, None, report) if options.json else _table(image))
         return 0
     compiled, image, written = build_image(request, outputs, tag, report)

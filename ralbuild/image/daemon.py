@@ -19,6 +19,7 @@ from ralbuild.image.sink import SinkResult
 
 if TYPE_CHECKING:
     from docker import DockerClient
+    from docker.models.images import Image as DockerImage
 
 _LOAD_SECONDS = 3600
 """The engine says nothing while it unpacks a layer."""
@@ -41,7 +42,7 @@ class DockerSink:
         self._sent = 0
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._load, name="docker-load", daemon=True)
-        self._present = _has_image(client, image)
+        self._present = _find_image(client, image) is not None
         if not self._present:
             self._thread.start()
 
@@ -57,12 +58,14 @@ class DockerSink:
             self._thread.join()
             if self._error is not None:
                 raise self._error
-            if not _has_image(self._client, self._image):
-                raise ImageError(f"the engine did not keep {self._image.config_digest}", place="docker")
-        elif self._tag:
-            self._client.images.get(self._image.config_digest).tag(self._tag)
+        found = _find_image(self._client, self._image)
+        if found is None:
+            raise ImageError(f"the engine did not keep {self._image.config_digest}", place="docker")
+        if self._tag:
+            found.tag(self._tag)
         layers = frozenset(layer.digest.sha256 for layer in self._image.layers)
-        return SinkResult(self._sent, layers if self._present else frozenset(), self._tag)
+        name = self._tag or str(found.id)
+        return SinkResult(self._sent, layers if self._present else frozenset(), name)
 
     def stop(self) -> None:
         """End the stream early; the engine drops what it got."""
@@ -131,14 +134,11 @@ def _connect() -> DockerClient:
     return client
 
 
-def _has_image(client: DockerClient, image: Image) -> bool:
-    """Tell whether the engine knows the image by its config's digest, or, with containerd, its manifest's."""
+def _find_image(client: DockerClient, image: Image) -> DockerImage | None:
+    """Return the engine's image by the digest of our config, or, with containerd, of our manifest."""
     from docker.errors import ImageNotFound
 
     for digest in (image.config_digest, image.digest):
-        try:
-            client.images.get(digest)
-        except ImageNotFound:
-            continue
-        return True
-    return False
+        with contextlib.suppress(ImageNotFound):
+            return client.images.get(digest)
+    return None

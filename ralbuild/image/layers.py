@@ -22,7 +22,7 @@ from ralbuild.image.plan import BaseLayer, HostFile, LayerDigest, LayerPlan, Rem
 from ralbuild.image.tarball import Segment, layer_segments
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that were just dealt with."""
+"""Called with the number of bytes that were just dealt with, from several threads; below zero takes back."""
 
 COPY_STEP = 16 << 20
 """Bytes the kernel copies per call: short enough for progress, Ctrl-C and a hash that stays close."""

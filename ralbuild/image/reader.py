@@ -147,7 +147,7 @@ def read_base(folder: Path, name: str = "", architecture: str = "amd64", digest:
         ImageError: when there is no such image or a blob is missing or of another size.
     """
     if not _is_folder(folder):
-        raise ImageError("is not a folder", place=str(folder), hint="a base is an OCI image layout folder")
+        raise ImageError("is not a folder", place=str(folder), hint="needs an OCI image layout folder")
     with open_image(folder, name, architecture, digest) as image:
         diff_ids = image.config["rootfs"]["diff_ids"]
         layers = []
@@ -325,8 +325,11 @@ def _descriptor(item: Mapping[str, Any], diff_id: str, store: str) -> Descriptor
     annotations = item.get("annotations") or {}
     if not isinstance(annotations, dict):
         raise ImageError("a layer's annotations are not an object", place=store)
+    size = item["size"]
+    if type(size) is not int or size < 0:
+        raise ImageError(f"a layer's size is {size!r}", place=store)
     name, kind = str(annotations.get(LAYER_NAME, "layer")), str(annotations.get(LAYER_KIND, ""))
-    return Descriptor(media_type, item["digest"], int(item["size"]), diff_id, name, kind)
+    return Descriptor(media_type, item["digest"], size, diff_id, name, kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,7 +81,7 @@ def reshard(
         limit: of a file, its header included.
         cache: where digests of the new files are looked up and remembered.
         mtime: of the layers' entries, in seconds since 1970.
-        progress: called with the number of bytes read in each step.
+        progress: called with the number of bytes read in each step, from several threads.
 
     Raises:
         UsageError: when a tensor alone is larger: it cannot be cut.
@@ -92,7 +91,9 @@ def reshard(
     files = _new_files(placed, limit, metadata)
     sources = {shard.path: shard for shard in model.shards}
     states = _states(sources, cache, mtime)
-    hash_layer = partial(_hash_layer, states=states, cache=cache, mtime=mtime, report=_serial(progress))
+    hash_layer = partial(
+        _hash_layer, states=states, cache=cache, mtime=mtime, report=progress or (lambda _: None)
+    )
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         layers = pool.map(hash_layer, [files[part.start : part.stop] for part in bundles(len(files))])
         shards = tuple(shard for layer in layers for shard in layer)
@@ -268,17 +269,6 @@ def _chunks(pieces: Sequence[bytes | FileRange]) -> Iterator[bytes]:
             raise WeightsError(f"cannot be read: {error.strerror}", place=str(piece.path)) from None
         if left:
             raise WeightsError("is shorter than it was", place=str(piece.path))
-
-
-def _serial(progress: Callable[[int], None] | None) -> Callable[[int], None]:
-    lock = threading.Lock()
-
-    def report(count: int) -> None:
-        with lock:
-            if progress is not None:
-                progress(count)
-
-    return report
 
 
 def _identity(piece: bytes | FileRange) -> list[str | int]:

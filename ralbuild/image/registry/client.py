@@ -145,7 +145,7 @@ class Repository:
         if len(reply.data) > MAX_MANIFEST:
             raise ImageError(f"the manifest has {len(reply.data)} bytes, at most {MAX_MANIFEST}", place=place)
         wanted = reference if DIGEST.fullmatch(reference) else reply.headers.get("docker-content-digest", "")
-        if wanted:
+        if DIGEST.fullmatch(wanted):
             self._check(reply.data, wanted)
         return reply.data, reply.headers.get("content-type", "").partition(";")[0].strip()
 
@@ -196,7 +196,12 @@ class Repository:
             link = _LINK.search(reply.headers.get("link", ""))
             if link is None:
                 break
-            url = self.registry.root.join(link[1])
+            try:
+                url = self.registry.root.join(link[1])
+            except ValueError:
+                break
+            if url.origin != self.registry.root.origin:
+                break  # another host has no say in what refers to an image of this one
         found |= {str(item.get("digest")): item for item in self._tagged_referrers(digest)}
         return tuple(found[name] for name in sorted(found))
 

@@ -95,9 +95,7 @@ def open_registry(
     """
     repository = registries.repository(target)
     check_limits(image, repository.registry.profile)
-    uploader = Uploader(
-        repository, chunk_size=registries.options.chunk_size, progress=_serial(progress) if progress else None
-    )
+    uploader = Uploader(repository, chunk_size=registries.options.chunk_size, progress=progress)
     sink = RegistrySink(target, image, repository, uploader, registries.options.jobs)
     try:
         yield sink
@@ -106,16 +104,6 @@ def open_registry(
         raise
     finally:
         sink.stop()
-
-
-def _serial(progress: Progress) -> Progress:
-    lock = threading.Lock()
-
-    def step(size: int) -> None:
-        with lock:
-            progress(size)
-
-    return step
 
 
 def _base_repository(image: Image, target: Reference) -> str:

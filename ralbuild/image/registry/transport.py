@@ -255,7 +255,7 @@ def _is_small(body: Body | None) -> bool:
 
 
 def _send(connection: http.client.HTTPConnection, request: _Request) -> http.client.HTTPResponse:
-    connection.putrequest(request.method, request.url.target, skip_accept_encoding=True)
+    connection.putrequest(request.method, request.url.target)
     for name, value in {"User-Agent": _USER_AGENT, **request.headers}.items():
         connection.putheader(name, value)
     body, wait = request.body, request.wait
