@@ -165,7 +165,7 @@ def _write(
             f"{format_bytes(written.bytes_written)} written, {reused} of {len(written.layers)} layers reused"
         )
     for place in written.names:
-        report.note(f"there as {place}")
+        report.note(f"available as {place}")
     return written
 
 

@@ -587,7 +587,7 @@ def test_a_push_that_is_interrupted_ends_at_once_and_publishes_nothing(tmp_path:
         if handler.command != "PUT":
             return False
         reached.set()
-        time.sleep(60)
+        time.sleep(120)
         return True
 
     with serve() as registry:
@@ -597,9 +597,9 @@ def test_a_push_that_is_interrupted_ends_at_once_and_publishes_nothing(tmp_path:
             [*command, f"registry:{registry.host}/{NAME}:v1"], stderr=subprocess.PIPE, text=True,
             cwd=Path(__file__).parent.parent, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "x")},
         )  # fmt: skip
-        assert reached.wait(60)
+        assert reached.wait(120)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=60)
         assert process.returncode == 130, said
         assert "interrupted" in said
         assert "Traceback" not in said

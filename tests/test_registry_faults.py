@@ -6,6 +6,7 @@ in the registry at the end, what was sent, and how long the client waited.
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
 
 import pytest
@@ -314,7 +315,6 @@ def test_a_file_that_is_not_what_its_digest_says_is_our_mistake_not_the_registry
 
 def test_a_slow_loris_is_left_after_the_time_limit(registry: FakeRegistry) -> None:
     """One byte now and then resets every socket timeout; the answer as a whole has one too."""
-    import time
 
     def trickle(handler: Handler) -> bool:
         for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n" * 9:
@@ -333,8 +333,6 @@ def test_a_slow_loris_is_left_after_the_time_limit(registry: FakeRegistry) -> No
 
 
 def test_a_download_that_trickles_is_left(registry: FakeRegistry) -> None:
-    import time
-
     def trickle(handler: Handler) -> bool:
         handler.send_response(200)
         handler.send_header("Content-Length", str(len(DATA)))
@@ -420,3 +418,34 @@ def test_a_registry_that_is_not_there_is_an_error() -> None:
         pass
     with client() as run, pytest.raises(ImageError, match="connection refused; gave up"):
         run.repository(registry).has_blob(FULL, 1)
+
+
+def test_a_registry_may_work_on_an_upload_longer_than_it_may_pause_otherwise(registry: FakeRegistry) -> None:
+    """Registries hash or move the whole blob before they answer the PUT."""
+
+    def think(handler: Handler) -> bool:
+        if handler.command == "PUT":
+            time.sleep(0.6)
+        return False
+
+    registry.faults.append(think)
+    with client(Limits(connect=5, idle=0.3, reply=5, stored=5)) as run:
+        run.uploader(registry).put(RECIPE, DIGEST)
+    assert registry.count("PUT") == 1
+    assert run.pauses == []
+
+
+def test_an_answer_that_trickles_before_the_end_of_its_connection_is_left(registry: FakeRegistry) -> None:
+    def trickle(handler: Handler) -> bool:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        try:
+            while True:
+                handler.wfile.write(b" ")
+                time.sleep(0.02)
+        except OSError:
+            handler.close_connection = True
+        return True
+
+    registry.faults.append(trickle)
+    with client(Limits(connect=5, idle=5, reply=0.2, stored=5)) as run, pytest.raises(ImageError):
+        run.repository(registry).get_manifest("sha256:" + "0" * 64)

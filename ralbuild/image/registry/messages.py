@@ -135,12 +135,10 @@ class Answer:
         headers: names in lower case.
     """
 
-    def __init__(
-        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse, limits: Limits
-    ) -> None:
+    def __init__(self, sock: socket.socket, response: http.client.HTTPResponse, limits: Limits) -> None:
         self.status = response.status
         self.headers = {name.lower(): value for name, value in response.getheaders()}
-        self._connection = connection
+        self._sock = sock
         self._response = response
         self._limits = limits
         self._reply: Reply | None = None
@@ -159,7 +157,7 @@ class Answer:
         """
         if self._reply is not None:
             return self._reply
-        with deadline(self._connection, self._limits.reply):
+        with deadline(self._sock, self._limits.reply):
             data = self._response.read(REPLY_LIMIT + 1)
         if len(data) > REPLY_LIMIT:
             raise ImageError(f"the registry's answer is longer than {REPLY_LIMIT} bytes")
@@ -189,9 +187,9 @@ class Answer:
 
 
 @contextlib.contextmanager
-def deadline(connection: http.client.HTTPConnection, seconds: float) -> Iterator[None]:
+def deadline(sock: socket.socket, seconds: float) -> Iterator[None]:
     """End the connection when the block takes longer: bytes that trickle reset every socket timeout."""
-    timer = threading.Timer(seconds, shut, (connection,))
+    timer = threading.Timer(seconds, shut, (sock,))
     timer.daemon = True
     timer.start()
     try:
@@ -200,9 +198,7 @@ def deadline(connection: http.client.HTTPConnection, seconds: float) -> Iterator
         timer.cancel()
 
 
-def shut(connection: http.client.HTTPConnection) -> None:
-    """Wake whatever waits for this connection; closing it is its owner's business."""
-    sock = connection.sock
-    if sock is not None:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+def shut(sock: socket.socket) -> None:
+    """Wake whatever waits for this socket; closing it is its owner's business."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

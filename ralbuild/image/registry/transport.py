@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
+import socket
 import ssl
 import threading
 import urllib.request
@@ -52,7 +53,7 @@ class Transport:
         self._insecure = insecure
         self._ca_file = ca_file
         self._local = threading.local()
-        self._live: set[http.client.HTTPConnection] = set()
+        self._live: dict[http.client.HTTPConnection, socket.socket] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._scheme = functools.cache(self._probe)
@@ -115,8 +116,7 @@ class Transport:
         connection = None
         try:
             request = _Request(method, url, headers, body, wait or self.limits.reply)
-            connection, response = self._exchange(request)
-            answer = Answer(connection, response, self.limits)
+            connection, answer = self._exchange(request)
             yield answer
             if answer.reusable:
                 self._kept[url.origin] = connection
@@ -132,9 +132,9 @@ class Transport:
         """End every connection; what other threads wait for fails at once."""
         self._closed.set()
         with self._lock:
-            live = tuple(self._live)
-        for connection in live:
-            shut(connection)
+            live = tuple(self._live.values())
+        for sock in live:
+            shut(sock)
 
     def sleep(self, seconds: float) -> None:
         """Wait, but not longer than until `close`.
@@ -155,7 +155,7 @@ class Transport:
         kept: dict[tuple[str, str], http.client.HTTPConnection] = self._local.__dict__.setdefault("kept", {})
         return kept
 
-    def _exchange(self, request: _Request) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    def _exchange(self, request: _Request) -> tuple[http.client.HTTPConnection, Answer]:
         """Send on the kept connection, else, or when the server had closed that one, on a new one."""
         kept = self._kept.pop(request.url.origin, None)
         if kept is not None and not _is_small(request.body):
@@ -163,7 +163,7 @@ class Transport:
             return kept, self._owned(kept, request)
         if kept is not None:
             try:
-                return kept, _send(kept, request)
+                return kept, self._send(kept, request)
             except (OSError, http.client.HTTPException):
                 self._drop(kept)
             except BaseException:
@@ -172,12 +172,35 @@ class Transport:
         connection = self._connect(request.url.scheme, request.url.host)
         return connection, self._owned(connection, request)
 
-    def _owned(self, connection: http.client.HTTPConnection, request: _Request) -> http.client.HTTPResponse:
+    def _owned(self, connection: http.client.HTTPConnection, request: _Request) -> Answer:
         try:
-            return _send(connection, request)
+            return self._send(connection, request)
         except BaseException:
             self._drop(connection)
             raise
+
+    def _send(self, connection: http.client.HTTPConnection, request: _Request) -> Answer:
+        sock = connection.sock  # http.client forgets it when the server says that it will hang up
+        _write_head(connection, request)
+        wait = request.wait
+        broken: OSError | None = None
+        for chunk in request.body.chunks() if request.body is not None else ():
+            try:
+                connection.send(chunk)
+            except OSError as error:
+                # A server that refuses a body answers and hangs up: its 413 says more than the reset.
+                broken, wait = error, min(wait, 5.0)
+                break
+        sock.settimeout(wait)  # a registry may work on what it got for longer than it may pause otherwise
+        try:
+            with deadline(sock, wait):
+                response = connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            if broken is not None:
+                raise broken from None
+            raise
+        sock.settimeout(self.limits.idle)
+        return Answer(sock, response, self.limits)
 
     def _connect(self, scheme: str, host: str) -> http.client.HTTPConnection:
         name, port = split_port(host)
@@ -192,11 +215,11 @@ class Transport:
                 made.set_tunnel(name, port)
         else:
             made = http.client.HTTPConnection(name, port, timeout=self.limits.connect, blocksize=CHUNK)
-        with self._lock:
-            self._live.add(made)
         try:
-            self._check_open()
             made.connect()
+            with self._lock:
+                self._live[made] = made.sock
+            self._check_open()
         except ssl.SSLCertVerificationError as error:
             self._drop(made)
             raise _untrusted(host, error) from None
@@ -208,7 +231,7 @@ class Transport:
 
     def _drop(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
-            self._live.discard(connection)
+            self._live.pop(connection, None)
         connection.close()
 
     def _probe(self, host: str) -> str:
@@ -254,30 +277,13 @@ def _is_small(body: Body | None) -> bool:
     return body is None or (body.again and body.size < CHUNK)
 
 
-def _send(connection: http.client.HTTPConnection, request: _Request) -> http.client.HTTPResponse:
+def _write_head(connection: http.client.HTTPConnection, request: _Request) -> None:
     connection.putrequest(request.method, request.url.target)
     for name, value in {"User-Agent": _USER_AGENT, **request.headers}.items():
         connection.putheader(name, value)
-    body, wait = request.body, request.wait
-    if body is not None or request.method in ("POST", "PUT", "PATCH"):
-        connection.putheader("Content-Length", str(body.size if body is not None else 0))
+    if request.body is not None or request.method in ("POST", "PUT", "PATCH"):
+        connection.putheader("Content-Length", str(request.body.size if request.body is not None else 0))
     connection.endheaders()
-    broken: OSError | None = None
-    chunks = iter(body.chunks()) if body is not None else iter(())
-    for chunk in chunks:
-        try:
-            connection.send(chunk)
-        except OSError as error:
-            # A server that refuses a body answers and hangs up: its 413 says more than the reset.
-            broken, wait = error, min(wait, 5.0)
-            break
-    with deadline(connection, wait):
-        try:
-            return connection.getresponse()
-        except (OSError, http.client.HTTPException):
-            if broken is not None:
-                raise broken from None
-            raise
 
 
 def _proxy(name: str) -> tuple[str, int | None] | None:
