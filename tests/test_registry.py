@@ -642,3 +642,21 @@ def test_a_list_of_referrers_is_not_continued_on_another_host(registry: FakeRegi
     registry.faults.append(listed)
     with client() as run:
         assert run.repository(registry).referrers(FULL) == ({"digest": "a"},)
+
+
+def test_the_users_file_names_the_login_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker Hub's password is filed under another name than its registry's."""
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    auth = base64.b64encode(b"user:secret").decode()
+    config_file(tmp_path, {"auths": {"https://login.example.test/v1/": {"auth": auth}}})
+    (tmp_path / "ralbuild").mkdir()
+    with serve(auth="bearer") as registry:
+        file = tmp_path / "ralbuild/registries.toml"
+        file.write_text(f'[host."{registry.host}"]\nlogin = "login.example.test"\n')
+        with client() as run:
+            run.uploader(registry).put(RECIPE, DIGEST)
+        assert registry.blobs[FULL] == DATA
+        file.write_text(f'[host."{registry.host}"]\nlogn = "x"\n')
+        with client() as run, pytest.raises(UsageError, match="needs tables"):
+            run.repository(registry)

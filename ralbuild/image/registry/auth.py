@@ -62,13 +62,21 @@ class Auth:
 
     Args:
         transport: to reach the token service.
-        host: as the user wrote it, which is how his credentials are filed.
+        host: as the user wrote it.
+        login: under which name credentials are filed; the host unless given.
         clock: seconds that only grow.
     """
 
-    def __init__(self, transport: Transport, host: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        host: str,
+        login: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._transport = transport
         self._host = host
+        self._login = login or host
         self._clock = clock
         self._lock = threading.Lock()
         self._challenge: Challenge | None = None
@@ -122,7 +130,7 @@ class Auth:
 
     def _known(self) -> Credentials:
         if self._credentials is None:
-            self._credentials = find_credentials(self._host)
+            self._credentials = find_credentials(self._login)
         return self._credentials
 
     def _ask(self, challenge: Challenge, scopes: Scopes) -> _Token:
@@ -167,7 +175,7 @@ class Auth:
             raise ImageError(
                 f"the token service {url.host} answered {reply.status} {who}",
                 place=self._host,
-                hint=f"docker login {self._host}",
+                hint=f"docker login {self._login}",
             )
         try:
             value = parse_json(reply.data, "token")

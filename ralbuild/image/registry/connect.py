@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ralbuild.image.registry.client import Repository
 from ralbuild.image.registry.messages import Limits
-from ralbuild.image.registry.profiles import find_profile
+from ralbuild.image.registry.profiles import find_login, find_profile
 from ralbuild.image.registry.reference import Reference
 from ralbuild.image.registry.retry import Retry
 from ralbuild.image.registry.session import Registry
@@ -56,7 +56,8 @@ class Registries:
             session = self._sessions.get(reference.host)
             if session is None:
                 profile = find_profile(reference.host, self.options.profile)
-                session = Registry(reference.host, self.transport, profile, self._retry)
+                login = find_login(reference.host)
+                session = Registry(reference.host, self.transport, profile, self._retry, login)
                 self._sessions[reference.host] = session
         return Repository(session, reference.repository)
 

@@ -61,16 +61,22 @@ def find_profile(host: str, name: str = "", environment: Mapping[str, str] = os.
         UsageError: when there is no such profile, or the user's file is wrong.
     """
     path, own = _user_file(environment)
-    hosts = own.get("host", {})
-    entry = hosts.get(host, {}) if isinstance(hosts, dict) else None
-    if not isinstance(entry, dict) or not isinstance(entry.get("profile", ""), str):
-        raise UsageError('needs tables [host."NAME"] with profile = "..."', place=str(path))
-    wanted = name or entry.get("profile", GENERIC)
+    wanted = name or _host_entry(own, host, path).get("profile", GENERIC)
     known = _shipped() | _own_profiles(own, path)
     if wanted not in known:
         place = "--registry-profile" if name else str(path)
         raise UsageError(f"no profile {wanted!r}", place=place, hint=f"profiles: {', '.join(sorted(known))}")
     return known[wanted]
+
+
+def find_login(host: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name under which the credentials of ``host`` are filed: the user's file may say another.
+
+    Raises:
+        UsageError: when the user's file is wrong.
+    """
+    path, own = _user_file(environment)
+    return _host_entry(own, host, path).get("login", host)
 
 
 def check_limits(image: Image, profile: Profile) -> None:
@@ -134,6 +140,18 @@ def _own_profiles(own: Mapping[str, Any], path: Path) -> dict[str, Profile]:
         except (FormatError, KeyError, TypeError) as error:
             raise UsageError(f"profile {name}: {error}", place=str(path)) from None
     return known
+
+
+def _host_entry(own: Mapping[str, Any], host: str, path: Path) -> dict[str, str]:
+    hosts = own.get("host", {})
+    entry = hosts.get(host, {}) if isinstance(hosts, dict) else None
+    if (
+        not isinstance(entry, dict)
+        or not {"profile", "login"}.issuperset(entry)
+        or not all(isinstance(value, str) for value in entry.values())
+    ):
+        raise UsageError('needs tables [host."NAME"] with profile = "..." or login = "..."', place=str(path))
+    return entry
 
 
 def _user_file(environment: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:

@@ -31,14 +31,23 @@ class Registry:
         transport: shared by all hosts of a run.
         profile: what it takes.
         retry: how often and how long to try.
+        login: under which name credentials are filed; the host unless given.
     """
 
-    def __init__(self, host: str, transport: Transport, profile: Profile, retry: Retry | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        transport: Transport,
+        profile: Profile,
+        retry: Retry | None = None,
+        login: str = "",
+    ) -> None:
         self.host = host
         self.transport = transport
         self.profile = profile
         self.retry = retry or Retry()
-        self.auth = Auth(transport, host)
+        self.login = login or host
+        self.auth = Auth(transport, host, self.login)
         self._root: Url | None = None
 
     @property
@@ -158,7 +167,7 @@ class Registry:
 
     def refuse(self, reply: Reply, what: str) -> ImageError:
         """Return the error for an answer that is no success; ``what`` says what was asked for."""
-        hint = _HINTS.get(reply.status, "").format(host=self.host)
+        hint = _HINTS.get(reply.status, "").format(host=self.login)
         return ImageError(f"{what}: {explain(reply)}", place=self.host, hint=hint)
 
 
