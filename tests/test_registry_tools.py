@@ -184,10 +184,19 @@ def test_resharded_weights_are_the_same_tensors_and_the_index_says_where(
 )
 def test_each_failure_is_one_error_and_leaves_nothing(work, arguments, code, wording) -> None:
     folder, _ = work
-    before = sorted(path.name for path in folder.iterdir())
+    caches = {".ral_cache", "xdg"}
+    before = {path.name for path in folder.iterdir()} - caches
     done = build(folder, "--base", "oci:base", *arguments)
     assert (done.code, done.out) == (code, ""), done.err
     assert wording in done.err
-    assert sorted(path.name for path in folder.iterdir() if path.name != ".ral_cache") == [
-        name for name in before if name != ".ral_cache"
-    ]
+    assert {path.name for path in folder.iterdir()} - caches == before
+
+
+def test_a_rendered_dockerfile_names_the_registry_s_base_by_its_digest(registry: Registry, work) -> None:
+    folder, digest = work
+    base = f"{registry.host}/base/python:1@{digest}"
+    arguments = ["--model", "model", "--config", "ral-config.yaml", "--out", "context", "--quiet"]
+    done = ralbuild("render", *arguments, "--base", base, cwd=folder)
+    assert done.code == 0, done.err
+    lines = (folder / "context/Dockerfile").read_text().splitlines()
+    assert [line for line in lines if line.startswith("FROM ")] == [f"FROM {base}"]

@@ -103,7 +103,8 @@ def _facts(plan: ImagePlan, files: list[FileEntry]) -> DockerfileFacts:
     models = [entry for entry in files if entry.path.startswith(MODEL_DIR.strip("/") + "/")]
     return DockerfileFacts(
         version=__version__,
-        base=f"{plan.base.name or EMBEDDED_BASE}@{plan.base.digest}",
+        # A registry's name says which index was asked for; the digest is that of the platform.
+        base=f"{plan.base.name.partition('@')[0] or EMBEDDED_BASE}@{plan.base.digest}",
         labels=tuple(sorted(plan.config.labels.items())),
         env=plan.config.env,
         shards=tuple(Path(entry.path).name for entry in models if isinstance(entry.source, HostFile)),
