@@ -1,7 +1,7 @@
 """Digests of the user's files: computed in one read, remembered while the file stays the same.
 
 A weight file needs two SHA-256: its own, for the manifest, and that of the tar layer that will hold
-it, for the image. `scan_file` computes both from one read. `DigestCache` remembers them by path,
+it, for the image. `scan_layer` computes both from one read. `DigestCache` remembers them by path,
 device, inode, size, mtime and ctime. The inode and ctime catch what path, size and mtime miss: a file
 replaced by another of the same size and copied time. The cache never fails a build: an entry that
 is damaged, foreign or unwritable means that the file is read again.
@@ -18,15 +18,18 @@ import pwd
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ralbuild.contract.codec import FormatError, canonical_json, from_plain, parse_json, sha256_hex, to_plain
-from ralbuild.contract.tarball import PACKING, weight_layer_header, weight_layer_trailer
+from ralbuild.contract.tarball import PACKING, WeightLayer
 from ralbuild.errors import WeightsError
+
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
 
 CHUNK = 1 << 20
 """Bytes per read; two such buffers are all the memory that a scan takes."""
@@ -221,65 +224,101 @@ def is_racy(key: StatKey, hashed_ns: int) -> bool:
     return key.ctime_ns > hashed_ns - RACY_NS or abs(key.mtime_ns - hashed_ns) <= RACY_NS
 
 
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """``size`` bytes from ``start`` of a file that has ``file_size`` bytes."""
+
+    path: Path
+    start: int
+    size: int
+    file_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFile:
+    """A weight file to scan.
+
+    Attributes:
+        path: where it is.
+        name: its name in the image; a blob of the Hugging Face cache is stored under its digest.
+        observer: fed every byte in the same read; its verdict is remembered with the digests.
+    """
+
+    path: Path
+    name: str
+    observer: Observer | None = None
+
+
 def scan_file(
     path: Path,
     cache: DigestCache,
     mtime: int,
     progress: Callable[[int], None] | None = None,
     *,
-    name: str | None = None,
     rehash: bool = False,
     observer: Observer | None = None,
 ) -> FileDigests:
-    """Return the digests of a weight file and of its layer, reading the file at most once.
+    """Return the digests of a weight file that has a layer of its own; see `scan_layer`."""
+    file = LayerFile(path, path.name, observer)
+    return scan_layer((file,), cache, mtime, progress, rehash=rehash)[0]
+
+
+def scan_layer(
+    files: Sequence[LayerFile],
+    cache: DigestCache,
+    mtime: int,
+    progress: Callable[[int], None] | None = None,
+    *,
+    rehash: bool = False,
+) -> tuple[FileDigests, ...]:
+    """Return the digests of weight files that share a layer, reading each at most once.
 
     Args:
-        path: the file.
-        name: its name in the image; the basename of ``path`` unless given (a blob of the Hugging Face
-            cache is stored under its digest).
+        files: in the order of the layer.
         cache: where to look first and to remember the result.
         mtime: time of the layer's entries, in seconds since 1970.
         progress: called with the number of bytes of each step; a cache hit counts as one step.
-        rehash: read the file even when the cache knows it.
-        observer: fed every byte in the same read; its verdict is remembered with the digests.
+        rehash: read the files even when the cache knows them.
 
     Raises:
-        WeightsError: when it cannot be read, is not a regular file, or changes meanwhile.
+        WeightsError: when one cannot be read, is not a regular file, or changes meanwhile; its place is
+            the file's path.
     """
     report = progress or (lambda _: None)
-    name = name or path.name
-    purpose = f"weight-layer:{name}:{mtime}"
+    names = "/".join(file.name for file in files)
+    # What a file is remembered for depends on its neighbours: they share the layer's digest.
+    place = "" if len(files) == 1 else ":{}"
+    purposes = [f"weight-layer:{names}{place.format(at)}:{mtime}" for at in range(len(files))]
+    if not rehash:
+        known = [_remembered(file, cache, purpose) for file, purpose in zip(files, purposes, strict=True)]
+        found = tuple(item for item in known if item is not None)
+        # Equal digests of the layer mean that all were remembered together, in these states.
+        if len(found) == len(files) and len({item.layer_sha256 for item in found}) == 1:
+            for file in files:
+                report(file.path.stat().st_size)
+            return found
+    layer, frame = hashlib.sha256(), WeightLayer(mtime)
+    read = [_read_once(file, layer, frame, report) for file in files]
+    layer.update(frame.end())
+    digests = []
+    for file, purpose, (key, started, sha256) in zip(files, purposes, read, strict=True):
+        verdict = file.observer.verdict() if file.observer is not None else ""
+        values = {"sha256": sha256, "layer_sha256": layer.hexdigest(), "layer_size": str(frame.size)}
+        if file.observer is not None:
+            values |= {"observer": file.observer.kind, "verdict": verdict}
+        if not is_racy(key, started) and len(verdict) <= _VERDICT_LIMIT:
+            cache.put(file.path, purpose, key, values)
+        digests.append(FileDigests(sha256, layer.hexdigest(), frame.size, verdict=verdict, purpose=purpose))
+    return tuple(digests)
+
+
+def _remembered(file: LayerFile, cache: DigestCache, purpose: str) -> FileDigests | None:
     try:
-        if not rehash:
-            found = _remembered(path, cache, purpose, observer)
-            if found is not None:
-                report(path.stat().st_size)
-                return found
-        started = time.time_ns()
-        with open_regular(path) as file:
-            fd = file.fileno()
-            key = StatKey.of(os.fstat(fd))
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            digests = _hash_both(fd, name, key.size, mtime, report, observer)
-            if StatKey.of(os.fstat(fd)) != key:
-                raise WeightsError(
-                    "changed while it was read", place=str(path), hint="build from files at rest"
-                )
+        key = StatKey.of(file.path.stat())
     except OSError as error:
-        raise WeightsError(f"cannot be read: {error.strerror}", place=str(path)) from None
-    if observer is not None:
-        digests = replace(digests, verdict=observer.verdict())
-    if not is_racy(key, started) and len(digests.verdict) <= _VERDICT_LIMIT:
-        layer = {"layer_sha256": digests.layer_sha256, "layer_size": str(digests.layer_size)}
-        seen = {} if observer is None else {"observer": observer.kind, "verdict": digests.verdict}
-        cache.put(path, purpose, key, {"sha256": digests.sha256, **layer, **seen})
-    return replace(digests, purpose=purpose)
-
-
-def _remembered(
-    path: Path, cache: DigestCache, purpose: str, observer: Observer | None
-) -> FileDigests | None:
-    values: dict[str, Any] | None = cache.get(path, purpose, StatKey.of(path.stat()))
+        raise WeightsError(f"cannot be read: {error.strerror}", place=str(file.path)) from None
+    values: dict[str, Any] | None = cache.get(file.path, purpose, key)
+    observer = file.observer
     if values is None or (observer is not None and values.get("observer") != observer.kind):
         return None
     try:
@@ -295,26 +334,41 @@ def _remembered(
         return None
 
 
+def _read_once(
+    file: LayerFile, layer: Hash, frame: WeightLayer, report: Callable[[int], None]
+) -> tuple[StatKey, int, str]:
+    """Read a file into its own hash and the layer's; return its state, the time before, its SHA-256."""
+    started = time.time_ns()
+    try:
+        with open_regular(file.path) as opened:
+            fd = opened.fileno()
+            key = StatKey.of(os.fstat(fd))
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            layer.update(frame.start(file.name, key.size))
+            sha256 = _hash_both(fd, key.size, layer, report, file.observer)
+            if StatKey.of(os.fstat(fd)) != key:
+                raise WeightsError(
+                    "changed while it was read", place=str(file.path), hint="build from files at rest"
+                )
+    except OSError as error:
+        raise WeightsError(f"cannot be read: {error.strerror}", place=str(file.path)) from None
+    return key, started, sha256
+
+
 def _hash_both(
-    fd: int,
-    name: str,
-    size: int,
-    mtime: int,
-    report: Callable[[int], None],
-    observer: Observer | None,
-) -> FileDigests:
+    fd: int, size: int, layer: Hash, report: Callable[[int], None], observer: Observer | None
+) -> str:
     """Feed every byte to both hashes: one in this thread, one in a helper (hashlib releases the GIL).
 
     The observer runs in the helper, while the bytes are still in the processor's cache.
     """
-    header, trailer = weight_layer_header(name, size, mtime), weight_layer_trailer(size)
-    file_hash, layer_hash = hashlib.sha256(), hashlib.sha256(header)
+    whole = hashlib.sha256()
     buffers = (memoryview(bytearray(CHUNK)), memoryview(bytearray(CHUNK)))
     pending: Future[None] | None = None
     done = turn = 0
 
     def help_with(chunk: memoryview) -> None:
-        layer_hash.update(chunk)
+        layer.update(chunk)
         if observer is not None:
             observer.feed(chunk)
 
@@ -327,14 +381,13 @@ def _hash_both(
             if pending is not None:
                 pending.result()  # the other buffer is free for the next read
             pending = helper.submit(help_with, buffer[:count])
-            file_hash.update(buffer[:count])
+            whole.update(buffer[:count])
             done += count
             turn ^= 1
             report(count)
         if pending is not None:
             pending.result()
-    layer_hash.update(trailer)
-    return FileDigests(file_hash.hexdigest(), layer_hash.hexdigest(), len(header) + size + len(trailer))
+    return whole.hexdigest()
 
 
 def _checksum(key: StatKey, values: Mapping[str, str]) -> str:

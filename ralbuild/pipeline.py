@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,11 +30,15 @@ from ralbuild.fold.folding import Folded, fold
 from ralbuild.fold.plan_text import overlap_lines, plan_text
 from ralbuild.image.assemble import Image, assemble_image
 from ralbuild.image.base import build_base, ensure_base
+from ralbuild.image.bases import BaseSource, LayoutBase, open_base
 from ralbuild.image.context import write_context
-from ralbuild.image.outputs import Output
+from ralbuild.image.outputs import Output, RegistryOutput
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
-from ralbuild.image.reader import open_image, read_base
+from ralbuild.image.reader import open_image
+from ralbuild.image.registry.connect import Registries, RegistryOptions, open_registries
+from ralbuild.image.registry.profiles import check_limits, check_sizes
+from ralbuild.image.registry.reference import Reference
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
@@ -45,6 +50,7 @@ from ralbuild.supply.secrets import refuse_secrets
 from ralbuild.weights.card import read_license
 from ralbuild.weights.findings import FoundError
 from ralbuild.weights.output import summary
+from ralbuild.weights.reshard import reshard
 from ralbuild.weights.scan import Order, ScannedModel, verify_folder
 from ralbuild.weights.scan import Verdict as FolderVerdict
 from ralbuild.weights.tokenizer import text_encoder
@@ -83,7 +89,9 @@ class BuildRequest:
         target: what the image runs on.
         archs: GPU architectures instead of the config's; None keeps the config's.
         cache_dir: `.ral_cache`.
-        base: an OCI layout to build on; None takes the embedded base.
+        base: an image to build on; None takes the embedded base.
+        registry: how to speak with registries.
+        reshard: largest weight file of the image in bytes, header included; 0 takes the files as they are.
         checks: how strictly the model is checked.
         check_repro: compile every kernel twice and compare.
         attest: what to store beside the image.
@@ -95,7 +103,9 @@ class BuildRequest:
     target: Target = "cpu"
     archs: tuple[str, ...] | None = None
     cache_dir: Path = Path(".ral_cache")
-    base: Path | None = None
+    base: BaseSource | None = None
+    registry: RegistryOptions = field(default_factory=RegistryOptions)
+    reshard: int = 0
     checks: Checks = Checks()
     check_repro: bool = False
     attest: Wanted = NOTHING
@@ -125,30 +135,84 @@ def build_image(
     """Verify, fold, compile, plan and write an image."""
     _refuse_target(request.target)
     request.attest.check_outputs(outputs)
-    compiled = compile_model(request, report)
-    plan, image = assemble(request, compiled, report)
-    image = _attest(image, tag, plan, request, request.base or ensure_base(request.target, report), report)
+    with open_registries(request.registry) as registries:
+        _check_caps(request, outputs, registries)
+        compiled = compile_model(request, report)
+        plan, image = assemble(request, compiled, report, registries)
+        image = _attest(image, tag, plan, request, report)
+        written = _write(image, outputs, tag, report, registries)
+    return compiled, image, written
+
+
+def _check_caps(request: BuildRequest, outputs: tuple[Output, ...], registries: Registries) -> None:
+    """Refuse a weight file that a registry would refuse, before it is read; `check_limits` sees the rest."""
+    for output in outputs:
+        if isinstance(output, RegistryOutput):
+            profile = registries.repository(output.reference).registry.profile
+            if not request.reshard:
+                files = (path for path in sorted(request.model.glob("*.safetensors")) if path.is_file())
+                check_sizes(((path.name, path.stat().st_size) for path in files), profile)
+
+
+def push_image(
+    folder: Path, name: str, target: Reference, options: RegistryOptions, report: Report
+) -> WrittenImage:
+    """Push an image of a layout folder, and what the folder holds about it, to a registry.
+
+    Args:
+        folder: the OCI layout.
+        name: which of its images; may be empty where there is one.
+        target: where to.
+        options: how to speak with the registry.
+        report: for progress.
+
+    Raises:
+        ImageError: when the layout has no such image or is damaged, or the registry refuses.
+    """
+    image = stored_image(folder, name)
+    with open_registries(options) as registries:
+        written = _write(image, (RegistryOutput(target),), "", report, registries)
+    if image.artifacts:
+        report.note(f"{len(image.artifacts)} signatures or documents pushed with it")
+    return written
+
+
+def _write(
+    image: Image, outputs: tuple[Output, ...], tag: str, report: Report, registries: Registries
+) -> WrittenImage:
     with report.stage("write") as stage:
+        total = sum(layer.digest.size for layer in image.unique_layers) * len(outputs)
         written = write_image(
             image,
             outputs,
             tag=tag,
             cache=default_cache(),
-            progress=_byte_counter(report, sum(layer.digest.size for layer in image.unique_layers)),
+            registries=registries,
+            progress=_byte_counter(report, total),
             note=report.note,
         )
         reused = sum(layer.reused for layer in written.layers)
         stage.summary = (
             f"{format_bytes(written.bytes_written)} written, {reused} of {len(written.layers)} layers reused"
         )
-    return compiled, image, written
+    for place in written.names:
+        report.note(f"available as {place}")
+    return written
 
 
-def plan_only(request: BuildRequest, report: Report) -> tuple[Compiled, ImagePlan, Image]:
+def plan_only(
+    request: BuildRequest, outputs: tuple[Output, ...], report: Report
+) -> tuple[Compiled, ImagePlan, Image]:
     """Do everything but write the image: for ``--dry-run`` and ``--check-repro``."""
     _refuse_target(request.target)
-    compiled = compile_model(request, report)
-    return compiled, *assemble(request, compiled, report)
+    with open_registries(request.registry) as registries:
+        _check_caps(request, outputs, registries)
+        compiled = compile_model(request, report)
+        plan, image = assemble(request, compiled, report, registries)
+        for output in outputs:
+            if isinstance(output, RegistryOutput):
+                check_limits(image, registries.repository(output.reference).registry.profile)
+    return compiled, plan, image
 
 
 def verify_model(folder: Path, report: Report, checks: Checks) -> ScannedModel:
@@ -219,6 +283,8 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
     _refuse_user_kernels(loaded, request.target)
     cache = Cache(request.cache_dir, report)
     model = verify_model(request.model, report, request.checks)
+    if request.reshard:
+        model = _reshard(model, request.reshard, report)
     engine = _engine(loaded, model, request.target)
     with report.stage("fold") as stage:
         folded = fold(loaded, model.vocabulary.tokens)
@@ -249,6 +315,14 @@ def _note_overlaps(loaded: LoadedConfig, folded: Folded, report: Report) -> None
         report.note(f"{len(lines) - SHOWN_OVERLAPS} more overlaps of routes; `ralbuild explain` lists them")
 
 
+def _reshard(model: ScannedModel, limit: int, report: Report) -> ScannedModel:
+    with report.stage("reshard") as stage:
+        progress = _byte_counter(report, model.weight_bytes)
+        fresh = reshard(model, limit, default_cache(), LAYER_MTIME, progress)
+        stage.summary = f"{len(model.shards)} weight files become {len(fresh.shards)}"
+    return fresh
+
+
 def save_plan(compiled: Compiled, folder: Path) -> Path:
     """Write ``bundle.json`` and ``report.txt`` into the cache folder; return the report's path."""
     text = plan_text(compiled.bundle, compiled.bundle_sha256, compiled.folded.size)
@@ -264,32 +338,28 @@ def save_plan(compiled: Compiled, folder: Path) -> Path:
     return folder / "report.txt"
 
 
-def write_base(target: Target, output: Output, tag: str, report: Report, *, refresh: bool) -> str:
+def write_base(
+    target: Target, output: Output, tag: str, options: RegistryOptions, report: Report, *, refresh: bool
+) -> str:
     """Build the embedded base, or take the finished one, and write it; return its manifest digest."""
     with report.stage("base") as stage:
         layout = build_base(target, report) if refresh else ensure_base(target, report)
         image = stored_image(layout)
         stage.summary = f"{len(image.layers)} layers"
-    with report.stage("write") as stage:
-        total = sum(layer.digest.size for layer in image.unique_layers)
-        written = write_image(
-            image,
-            (output,),
-            tag=tag,
-            cache=default_cache(),
-            progress=_byte_counter(report, total),
-            note=report.note,
-        )
-        stage.summary = f"{format_bytes(written.bytes_written)} written"
+    with open_registries(options) as registries:
+        written = _write(image, (output,), tag, report, registries)
     return written.manifest_digest
 
 
-def assemble(request: BuildRequest, compiled: Compiled, report: Report) -> tuple[ImagePlan, Image]:
+def assemble(
+    request: BuildRequest, compiled: Compiled, report: Report, registries: Registries
+) -> tuple[ImagePlan, Image]:
     """Put the compiled parts on a base and compute every digest; nothing is written."""
     config = (compiled.loaded.path.name, compiled.loaded.source)
     refuse_secrets((config, *compiled.model.files), request.ignored_secrets)
     with report.stage("base") as stage:
-        base = read_base(request.base or ensure_base(request.target, report))
+        source = request.base or LayoutBase(ensure_base(request.target, report))
+        base = open_base(source, registries)
         size = sum(layer.size for layer in base.layers)
         stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
     parts = ImageParts(
@@ -307,14 +377,22 @@ def assemble(request: BuildRequest, compiled: Compiled, report: Report) -> tuple
     return plan, assemble_image(plan)
 
 
-def _attest(
-    image: Image, tag: str, plan: ImagePlan, request: BuildRequest, base: Path, report: Report
-) -> Image:
-    """Return the image with the artifacts that were asked for beside it."""
+def _attest(image: Image, tag: str, plan: ImagePlan, request: BuildRequest, report: Report) -> Image:
+    """Return the image with the artifacts that were asked for beside it.
+
+    Raises:
+        UsageError: for a base in a registry, whose list of packages is not read.
+    """
     if not request.attest:
         return image
-    with report.stage("attest") as stage, open_image(base) as stored:
-        image = attest_image(image, files_to_be(plan, stored), request.attest, str(base))
+    base = request.base or LayoutBase(ensure_base(request.target, report))
+    if not isinstance(base, LayoutBase):
+        hint = "copy the base to a layout: skopeo copy --preserve-digests, then --base oci:DIR"
+        raise UsageError(
+            "what is attested names the base's packages, and they are read in a layout", hint=hint
+        )
+    with report.stage("attest") as stage, open_image(base.path, digest=base.digest) as stored:
+        image = attest_image(image, files_to_be(plan, stored), request.attest, str(base.path))
         stage.summary = str(request.attest)
     if not tag:
         report.note("skopeo and podman need a name to tell the image from what lies beside it: --tag")
@@ -491,12 +569,15 @@ def _link(
 
 
 def _byte_counter(report: Report, total: int) -> Callable[[int], None]:
+    """Return what adds up bytes for the report, whichever thread dealt with them."""
     done = 0
+    lock = threading.Lock()
 
     def count(size: int) -> None:
         nonlocal done
-        done += size
-        report.progress(min(done, total), total, "B")
+        with lock:
+            done += size
+            report.progress(min(done, total), total, "B")
 
     return count
 
@@ -513,7 +594,8 @@ def render_context(request: BuildRequest, out: Path, report: Report) -> Path:
     if os.path.lexists(out):
         raise UsageError("is already there", place=str(out), hint="name a new folder")
     compiled = compile_model(request, report)
-    plan, _ = assemble(request, compiled, report)
+    with open_registries(request.registry) as registries:
+        plan, _ = assemble(request, compiled, report, registries)
     with report.stage("render") as stage:
         count = write_context(plan, out)
         stage.summary = f"{count} files"

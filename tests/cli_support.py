@@ -43,7 +43,15 @@ def ralbuild(*arguments: object, cwd: Path, env: Mapping[str, str] | None = None
 
 def write_fake_base(folder: Path, **labels: str) -> str:
     """Write a layout with the labels of a runtime base and one small file; return the option for it."""
-    values = {"io.ralbuild.base.contract": "1", "io.ralbuild.base.target": "cpu", **labels}
+    facts = {
+        "contract": "1",
+        "target": "cpu",
+        "lock": "0" * 64,
+        "python": "3.11.2",
+        "torch": "2",
+        "transformers": "5",
+    }
+    values = {f"io.ralbuild.base.{name}": value for name, value in facts.items()} | labels
     layer = LayerPlan("base", "small", (FileEntry("etc/base", b"base\n"),), owned=("etc",))
     plan = ImagePlan(None, (layer,), ImageConfig(env=(("PATH", "/usr/bin"),), labels=values))
     write_layout(folder, assemble_image(plan), "", DigestCache(None), None, print)

@@ -148,7 +148,7 @@ def add_kernel(work: Path) -> None:
         (lambda w: (w / "ral-config.yaml").write_text(MINIMAL.replace("512", "513") + NO_KERNELS), [], 2, "ral-config.yaml:3:14: max_seq_len is 513"),
         (add_kernel, [], 2, "'mine' is a user kernel"),
         (lambda w: None, ["--output", "ftp:x"], 2, "--output"),
-        (lambda w: None, ["--output", "docker"], 2, "not supported in this version"),
+        (lambda w: None, ["--output", "registry:team/demo"], 2, "the host must be written out"),
         (lambda w: None, ["--target", "cuda"], 2, "not supported in this version"),
         (lambda w: None, ["--targt", "cpu"], 2, "unrecognized arguments"),
         (lambda w: None, ["--arch", "sm_10"], 2, "unknown architecture 'sm_10'"),
@@ -161,7 +161,7 @@ def add_kernel(work: Path) -> None:
         (lambda w: write_fake_base(w / "base2", **{"io.ralbuild.base.contract": "9"}), ["--base", "oci:base2"], 6, "no runtime base"),
         (lambda w: write_fake_base(w / "base2", **{"io.ralbuild.base.target": "cuda"}), ["--base", "oci:base2"], 6, "is a base for 'cuda'"),
         (lambda w: None, ["--base", "oci:nowhere"], 6, "nowhere"),
-        (lambda w: None, ["--base", "ubuntu:22.04"], 2, "not supported in this version"),
+        (lambda w: None, ["--base", "r.example.test/python:3.11"], 2, "needs a digest"),
         (lambda w: None, ["--output", "oci:/proc/nope/x"], 7, "/proc/nope"),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ralbuild.contract.tarball import weight_layer_header, weight_layer_trailer
+from ralbuild.contract.tarball import END, padding, weight_layer_header
 from ralbuild.digests import DigestCache, FileDigests, StatKey, default_cache, is_racy, scan_file
 from ralbuild.errors import HostError, WeightsError
 from ralbuild.image.base.files import cache_dir, exclusive
@@ -59,7 +59,7 @@ def test_the_layer_digest_is_that_of_a_tar_with_the_file(tmp_path: Path, size: i
     found = scan_file(path, DigestCache(None), 5)
     tar_path = tmp_path / "layer.tar"
     header = weight_layer_header(path.name, size, 5)
-    tar_path.write_bytes(header + path.read_bytes() + weight_layer_trailer(size))
+    tar_path.write_bytes(header + path.read_bytes() + padding(size) + END)
     assert found.layer_sha256 == hashlib.sha256(tar_path.read_bytes()).hexdigest()
     assert found.layer_size == tar_path.stat().st_size
     with tarfile.open(tar_path) as tar:

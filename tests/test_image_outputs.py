@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from ralbuild.errors import UsageError
-from ralbuild.image.outputs import ArchiveOutput, LayoutOutput, Output, parse_output, parse_tag
+from ralbuild.image.outputs import (
+    ArchiveOutput,
+    DockerOutput,
+    LayoutOutput,
+    Output,
+    RegistryOutput,
+    parse_output,
+    parse_tag,
+)
+from ralbuild.image.registry.reference import Reference
 
 
 @pytest.mark.parametrize(
@@ -22,9 +31,35 @@ def test_an_output_names_a_folder_or_a_file(text: str, expected: Output) -> None
     assert parse_output(text) == expected
 
 
-@pytest.mark.parametrize("text", ["docker", "docker:demo", "registry:example.test/x"])
-def test_what_a_later_version_writes_is_refused_as_such(text: str) -> None:
-    with pytest.raises(UsageError, match="not supported in this version") as caught:
+@pytest.mark.parametrize(
+    ("text", "host", "repository", "tag"),
+    [
+        ("registry:localhost:5000/demo", "localhost:5000", "demo", "latest"),
+        ("registry:r.example.test/a/b:v1", "r.example.test", "a/b", "v1"),
+        ("registry:[::1]:5000/a:v1", "[::1]:5000", "a", "v1"),
+    ],
+)
+def test_a_registry_is_named_with_its_host(text: str, host: str, repository: str, tag: str) -> None:
+    assert parse_output(text) == RegistryOutput(Reference(host, repository, tag))
+
+
+def test_docker_is_an_output_of_its_own() -> None:
+    assert parse_output("docker") == DockerOutput()
+
+
+@pytest.mark.parametrize(
+    ("text", "wording"),
+    [
+        ("docker:demo", "needs docker alone"),
+        ("registry:demo", "needs HOST/"),
+        ("registry:team/demo:v1", "the host must be written out"),
+        ("registry:r.example.test/Demo", "needs HOST/"),
+        ("registry:r.example.test/a@sha256:" + "0" * 64, "needs HOST/NAME"),
+        ("registry:user:secret@r.example.test/a", "needs HOST/"),
+    ],
+)
+def test_what_is_no_place_to_push_to_is_refused_with_a_hint(text: str, wording: str) -> None:
+    with pytest.raises(UsageError, match=wording) as caught:
         parse_output(text)
     assert caught.value.problems[0].hint
     assert caught.value.exit_code == 2
@@ -32,7 +67,7 @@ def test_what_a_later_version_writes_is_refused_as_such(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "oci", "oci:", "archive:", "dir:x", "./x", "OCI:x"])
 def test_anything_else_is_refused_with_the_forms(text: str) -> None:
-    with pytest.raises(UsageError, match="needs oci:DIR or archive:FILE"):
+    with pytest.raises(UsageError, match="needs oci:DIR, archive:FILE, docker or registry:"):
         parse_output(text)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from image_cases import NOWHERE, root_layer, rules_layer, weight_layers, write_weights
 
-from ralbuild.contract.tarball import weight_layer_header, weight_layer_trailer
+from ralbuild.contract.tarball import END, padding, weight_layer_header
 from ralbuild.errors import HostError, ImageError
 from ralbuild.image import disk, layers
 from ralbuild.image.disk import check_room, host_errors
@@ -172,7 +172,7 @@ def test_entries_that_cannot_be_are_refused(entries: tuple[Entry, ...]) -> None:
 def test_a_weight_layer_is_header_file_and_trailer(tmp_path: Path) -> None:
     (path,) = write_weights(tmp_path, (70_001,))
     (layer,) = weight_layers([path])
-    expected = weight_layer_header(path.name, 70_001, 0) + path.read_bytes() + weight_layer_trailer(70_001)
+    expected = weight_layer_header(path.name, 70_001, 0) + path.read_bytes() + padding(70_001) + END
     assert layer_bytes(layer) == expected
     assert layer.known == LayerDigest(hashlib.sha256(expected).hexdigest(), len(expected))
 

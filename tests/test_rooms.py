@@ -35,7 +35,8 @@ DOORS = {
     },
     "tokenizers": {"weights/tokenizer_worker.py", "weights/tokenizer.py", "runtime/tokens.py"},
     "cryptography": {"signing.py"},
-    "docker": {"release/containers.py"},
+    "docker": {"image/daemon.py", "release/containers.py"},
+    "requests": {"image/daemon.py"},
     "httpx": {"debug/proxy.py"},
 }
 """Package to the only modules that may import it."""

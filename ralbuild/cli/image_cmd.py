@@ -12,10 +12,13 @@ from ralbuild.cli.options import (
     add_base_option,
     add_build_options,
     add_key_option,
+    add_registry_options,
     add_report_options,
-    base_folder,
     build_request,
+    chosen_base,
     chosen_report,
+    parse_size,
+    registry_options,
     signing_key,
 )
 from ralbuild.errors import UsageError
@@ -36,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         action="append",
         metavar="FORM",
-        help="oci:DIR or archive:FILE, may be given several times; default: oci:./ral-image",
+        help="oci:DIR, archive:FILE, docker, registry:HOST/NAME[:TAG]; repeatable; default: oci:./ral-image",
     )
     parser.add_argument("--tag", default="", metavar="NAME[:TAG]", help="name of the image in its outputs")
     add_key_option(parser, "--sign", "sign the image with this P-256 key (PEM)")
@@ -56,9 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="build twice under different conditions first, and name the first file that differs",
     )
     parser.add_argument(
+        "--reshard", metavar="SIZE", help="cut the weights into files of at most SIZE (5GB), without loss"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and write no image"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the digest")
+    add_registry_options(parser)
     add_report_options(parser)
 
 
@@ -73,11 +80,15 @@ def run(options: argparse.Namespace) -> int:
     report = chosen_report(options)
     outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])
     tag = parse_tag(options.tag) if options.tag else ""
-    request = build_request(options, base=base_folder(options))
-    # A whole second build compiles every kernel again anyway.
-    request = replace(request, attest=_wanted(options), check_repro=False)
+    request = build_request(options, base=chosen_base(options), registry=registry_options(options))
+    request = replace(
+        request,
+        attest=_wanted(options),
+        check_repro=False,  # a whole second build compiles every kernel again anyway
+        reshard=parse_size(options.reshard, "--reshard") if options.reshard else 0,
+    )
     if options.check_repro or options.dry_run:
-        compiled, plan, image = plan_only(request, report)
+        compiled, plan, image = plan_only(request, outputs, report)
         if options.check_repro:
             check_reproducible(request, plan, image, report)
         if options.dry_run:
@@ -122,6 +133,7 @@ def _json(
         "config": image.config_digest,
         "bundle": f"sha256:{compiled.bundle_sha256}",
         "written": written.bytes_written if written else 0,
+        "names": list(written.names) if written else [],
         "summary": {stage.name: stage.summary for stage in report.stages},
         "seconds": {stage.name: round(stage.seconds, 3) for stage in report.stages},
         "layers": [

@@ -32,6 +32,7 @@ VERBS = {
     "render": "write the Dockerfile, entrypoint and build context",
     "base": "build the base image: Debian, Python, locked packages",
     "image": "build the image: the main job",
+    "push": "push an image of a layout to a registry",
     "inspect": "show what an image holds",
     "diff": "show what changed between two images, and what that moves",
     "rebase": "put an image on another base without reading its weights",

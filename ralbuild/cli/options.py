@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from ralbuild.errors import UsageError
 from ralbuild.report import Report, make_report
 
 if TYPE_CHECKING:
+    from ralbuild.image.bases import BaseSource
+    from ralbuild.image.registry.connect import RegistryOptions
     from ralbuild.pipeline import BuildRequest, Checks
     from ralbuild.signing import PrivateKey
 
@@ -120,8 +123,11 @@ def add_build_options(parser: argparse.ArgumentParser, *, model_required: bool =
     )
 
 
-def build_request(options: argparse.Namespace, base: Path | None = None) -> BuildRequest:
+def build_request(
+    options: argparse.Namespace, base: BaseSource | None = None, registry: RegistryOptions | None = None
+) -> BuildRequest:
     """Return the request that the options of `add_build_options` describe."""
+    from ralbuild.image.registry.connect import RegistryOptions
     from ralbuild.pipeline import BuildRequest
 
     return BuildRequest(
@@ -131,6 +137,7 @@ def build_request(options: argparse.Namespace, base: Path | None = None) -> Buil
         archs=tuple(options.arch) if options.arch else None,
         cache_dir=options.cache,
         base=base,
+        registry=registry or RegistryOptions(),
         checks=chosen_checks(options),
         check_repro=getattr(options, "check_repro", False),
         ignored_secrets=tuple(getattr(options, "ignore_secret", ())),
@@ -139,18 +146,11 @@ def build_request(options: argparse.Namespace, base: Path | None = None) -> Buil
 
 def add_base_option(parser: argparse.ArgumentParser) -> None:
     """Add --base."""
-    parser.add_argument("--base", metavar="oci:DIR", help="base to build on; default: the embedded one")
-
-
-def base_folder(options: argparse.Namespace) -> Path | None:
-    """Return the layout that --base names, or None for the embedded base."""
-    text: str | None = options.base
-    if text is None:
-        return None
-    if not text.startswith("oci:"):
-        hint = "give an OCI layout: --base oci:DIR, as `ralbuild base --out oci:DIR` makes"
-        raise UsageError("bases from registries are not supported in this version", place="--base", hint=hint)
-    return Path(text.removeprefix("oci:"))
+    parser.add_argument(
+        "--base",
+        metavar="IMAGE",
+        help="image to build on, oci:DIR or HOST/NAME@sha256:DIGEST; default: the embedded base",
+    )
 
 
 def add_key_option(
@@ -180,3 +180,64 @@ def layout_path(text: str, place: str) -> Path:
     if not text.startswith("oci:") or text == "oci:":
         raise UsageError(f"needs oci:DIR, found {text!r}", place=place, hint="an OCI image layout folder")
     return Path(text.removeprefix("oci:"))
+
+
+def chosen_base(options: argparse.Namespace) -> BaseSource | None:
+    """Return the base that --base names, or None for the embedded one."""
+    from ralbuild.image.bases import parse_base
+
+    return parse_base(options.base) if options.base is not None else None
+
+
+def add_registry_options(parser: argparse.ArgumentParser) -> None:
+    """Add how to speak with registries."""
+    group = parser.add_argument_group("registries")
+    group.add_argument(
+        "--registry-profile",
+        default="",
+        metavar="NAME",
+        help="what the registry takes: generic, docker-hub, ghcr, ecr, gar, acr, harbor, ...",
+    )
+    group.add_argument(
+        "--insecure-registry", action="store_true", help="allow plain HTTP to other machines than this one"
+    )
+    group.add_argument("--registry-ca", type=Path, metavar="FILE", help="trust a PEM file's certificates too")
+    group.add_argument(
+        "--chunk-size", metavar="SIZE", help="send blobs in chunks of SIZE (64MB), for proxies with a limit"
+    )
+    group.add_argument("--push-jobs", type=int, default=4, metavar="N", help="blobs sent at once; default: 4")
+
+
+def registry_options(options: argparse.Namespace) -> RegistryOptions:
+    """Return what the options of `add_registry_options` say.
+
+    Raises:
+        UsageError: for a number that makes no sense.
+    """
+    from ralbuild.image.registry.connect import RegistryOptions
+
+    if not 1 <= options.push_jobs <= 64:
+        raise UsageError(f"needs 1 to 64, found {options.push_jobs}", place="--push-jobs")
+    return RegistryOptions(
+        profile=options.registry_profile,
+        insecure=options.insecure_registry,
+        ca_file=options.registry_ca,
+        chunk_size=parse_size(options.chunk_size, "--chunk-size") if options.chunk_size else 0,
+        jobs=options.push_jobs,
+    )
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str, place: str) -> int:
+    """Return the bytes that ``5GB``, ``512MiB`` or ``1000`` mean.
+
+    Raises:
+        UsageError: naming the option ``place``.
+    """
+    match = re.fullmatch(r"([0-9]{1,18})\s*([A-Za-z]{0,3})", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or int(match[1]) == 0:
+        raise UsageError(f"needs a size such as 5GB or 512MiB, found {text!r}", place=place)
+    return int(match[1]) * unit

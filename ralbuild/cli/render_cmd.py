@@ -10,8 +10,8 @@ from ralbuild.cli.options import (
     add_base_option,
     add_build_options,
     add_report_options,
-    base_folder,
     build_request,
+    chosen_base,
     chosen_report,
 )
 from ralbuild.errors import HostError, ImageError, UsageError
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("a build context needs --model", place="render")
     from ralbuild.pipeline import render_context
 
-    request = build_request(options, base=base_folder(options))
+    request = build_request(options, base=chosen_base(options))
     print(render_context(request, options.out, chosen_report(options)) / "Dockerfile")
     return 0
 

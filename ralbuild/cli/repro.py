@@ -18,7 +18,9 @@ from typing import Any
 from ralbuild.errors import ImageError
 from ralbuild.image.assemble import Image
 from ralbuild.image.base import ensure_base
+from ralbuild.image.bases import BaseSource, LayoutBase
 from ralbuild.image.plan import ImagePlan, PlannedFile, planned_files
+from ralbuild.image.registry.connect import RegistryOptions
 from ralbuild.pipeline import BuildRequest
 from ralbuild.report import Report
 
@@ -51,8 +53,21 @@ def check_reproducible(request: BuildRequest, plan: ImagePlan, image: Image, rep
         stage.summary = f"built twice, {image.digest[:19]} both times, {count} layers of our own the same"
 
 
+def _base_name(base: BaseSource) -> str:
+    """Return what `--base` takes, from any folder."""
+    if not isinstance(base, LayoutBase):
+        return str(base)
+    return f"oci:{base.path.absolute()}" + (f"@{base.digest}" if base.digest else "")
+
+
+def _registry_words(options: RegistryOptions) -> list[str]:
+    words = [f"--registry-profile={options.profile}"] if options.profile else []
+    words += ["--insecure-registry"] if options.insecure else []
+    return words + ([f"--registry-ca={options.ca_file.absolute()}"] if options.ca_file else [])
+
+
 def _second_build(request: BuildRequest, report: Report) -> dict[str, Any]:
-    base = request.base or ensure_base(request.target, report)
+    base = request.base or LayoutBase(ensure_base(request.target, report))
     with tempfile.TemporaryDirectory(prefix="ralbuild-repro-") as folder:
         place = Path(folder, "elsewhere")
         place.mkdir()
@@ -61,9 +76,12 @@ def _second_build(request: BuildRequest, report: Report) -> dict[str, Any]:
         command = [sys.executable, "-c", _START, str(max(os.sched_getaffinity(0)))]
         command += ["image", "--dry-run", "--json", "--quiet"]
         command += ["--model", "weights", "--config", f"settings/{request.config.name}"]
-        command += ["--base", f"oci:{base.absolute()}", "--target", request.target]
+        command += ["--base", _base_name(base), "--target", request.target]
         command += [f"--arch={arch}" for arch in request.archs or ()]
         command += [f"--ignore-secret={place}" for place in request.ignored_secrets]
+        command += [f"--ignore={rule}" for rule in sorted(request.checks.ignored)]
+        command += ["--reshard", str(request.reshard)] if request.reshard else []
+        command += _registry_words(request.registry)
         done = subprocess.run(
             command,
             cwd=place,

@@ -62,6 +62,48 @@ def aligned_file_header(path: str, mode: int, size: int, mtime: int, offset: int
     return _pax_header(records + _filler(room), mtime) + last
 
 
+MAX_WEIGHT_LAYERS = 100
+"""Docker runs 125 layers; the base and the small layers need some."""
+
+
+def bundles(count: int) -> list[range]:
+    """Return which of ``count`` weight files, in order, share a layer: as few in one as the limit allows.
+
+    Only the number decides, so a file of another size changes no layer but its own.
+    """
+    step = max(1, -(-count // MAX_WEIGHT_LAYERS))
+    return [range(at, min(at + step, count)) for at in range(0, count, step)]
+
+
+class WeightLayer:
+    """What lies between the bytes of the weight files of one layer, file after file.
+
+    Args:
+        mtime: time of every entry, in seconds since 1970.
+    """
+
+    def __init__(self, mtime: int) -> None:
+        self._mtime = mtime
+        self.size = 0
+
+    def start(self, name: str, size: int) -> bytes:
+        """Return what precedes the bytes of the next file, ``models/<name>`` of ``size`` bytes."""
+        if self.size == 0:
+            before = weight_layer_header(name, size, self._mtime)
+        else:
+            before = padding(self.size)
+            path = f"{MODEL_DIR.strip('/')}/{name}"
+            before += aligned_file_header(path, FILE_MODE, size, self._mtime, self.size + len(before))
+        self.size += len(before) + size
+        return before
+
+    def end(self) -> bytes:
+        """Return what follows the last file; `size` is then that of the layer."""
+        after = padding(self.size) + END
+        self.size += len(after)
+        return after
+
+
 def weight_layer_header(name: str, size: int, mtime: int) -> bytes:
     """Return what precedes a weight file's bytes in its layer: a multiple of `ALIGN` bytes.
 
@@ -73,11 +115,6 @@ def weight_layer_header(name: str, size: int, mtime: int) -> bytes:
     folder = MODEL_DIR.strip("/")
     first = directory_header(folder, mtime)
     return first + aligned_file_header(f"{folder}/{name}", FILE_MODE, size, mtime, len(first))
-
-
-def weight_layer_trailer(size: int) -> bytes:
-    """Return what follows a weight file of ``size`` bytes in its layer."""
-    return padding(size) + END
 
 
 def _entry(path: str, kind: bytes, mode: int, size: int, mtime: int, target: str = "") -> bytes:

@@ -6,10 +6,11 @@ blobs. The small files come first.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ralbuild.contract.codec import canonical_json, sha256_hex
@@ -22,20 +23,55 @@ from ralbuild.contract.tarball import (
     padding,
 )
 from ralbuild.errors import ImageError
-from ralbuild.image.assemble import Image
+from ralbuild.image.assemble import Image, Layer
 from ralbuild.image.blobs import BLOBS, PARTIAL
 from ralbuild.image.disk import Note, check_room, clear_place, host_errors, locked
 from ralbuild.image.layers import Progress, Recipe, append_layer
-from ralbuild.image.layout import SinkResult
 from ralbuild.image.oci import LAYOUT_FILE, index_entry, index_json
 from ralbuild.image.plan import LayerDigest
+from ralbuild.image.sink import SinkResult
 
 _MTIME = 0
 Piece = tuple[Recipe, LayerDigest]
 
 
-def write_archive(target: Path, image: Image, tag: str, progress: Progress | None, note: Note) -> SinkResult:
-    """Write ``image`` as one tar file; ``target`` is replaced when it is complete.
+class ArchiveSink:
+    """An archive under its temporary name; made by `open_archive`."""
+
+    def __init__(
+        self, target: Path, partial: Path, fd: int, pieces: Sequence[Piece], progress: Progress | None
+    ):
+        self.finished = False
+        self._target = target
+        self._partial = partial
+        self._fd = fd
+        self._pieces = iter(pieces)
+        self._size = sum(digest.size for _, digest in pieces)
+        self._progress = progress
+
+    def add(self, layer: Layer) -> None:
+        """Write everything up to the end of ``layer``."""
+        with host_errors(self._target.parent, self._size):
+            for recipe, digest in self._pieces:
+                append_layer(recipe, self._fd, digest, self._progress)
+                if digest == layer.digest:
+                    return
+
+    def finish(self) -> SinkResult:
+        """Write the end and give the file its name."""
+        with host_errors(self._target.parent, self._size):
+            for recipe, digest in self._pieces:
+                append_layer(recipe, self._fd, digest, self._progress)
+            self._partial.rename(self._target)
+            self.finished = True
+        return SinkResult(self._size, frozenset())
+
+
+@contextlib.contextmanager
+def open_archive(
+    target: Path, image: Image, tag: str, progress: Progress | None, note: Note
+) -> Iterator[ArchiveSink]:
+    """Open ``target`` for ``image`` as one tar file; it is replaced when the new one is complete.
 
     Raises:
         ImageError: when ``target`` is no place for a file, or a source changed.
@@ -45,23 +81,27 @@ def write_archive(target: Path, image: Image, tag: str, progress: Progress | Non
     pieces = tuple(archive_pieces(image, tag))
     needed = sum(digest.size for _, digest in pieces)
     partial = target.with_name(f".{target.name}{PARTIAL}build")
-    with host_errors(target.parent, needed):
-        if target.exists() and not target.is_file():
-            raise ImageError("is not a file", place=str(target), hint="archive: needs the name of a file")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(lambda: (partial, _open(partial)), note) as (_, fd):
-            try:
-                os.ftruncate(fd, 0)
-                check_room(
-                    target.parent, needed, [file for recipe, _ in pieces for file in recipe.copied_files]
-                )
-                for recipe, digest in pieces:
-                    append_layer(recipe, fd, digest, progress)
-                partial.rename(target)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-    return SinkResult(needed, frozenset())
+    with contextlib.ExitStack() as stack:
+        with host_errors(target.parent, needed):
+            if target.exists() and not target.is_file():
+                raise ImageError("is not a file", place=str(target), hint="archive: needs the name of a file")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _, fd = stack.enter_context(locked(lambda: (partial, _open(partial)), note))
+            sink = ArchiveSink(target, partial, fd, pieces, progress)
+            stack.enter_context(_tidy_on_failure(sink, partial))
+            os.ftruncate(fd, 0)
+            check_room(target.parent, needed, [file for recipe, _ in pieces for file in recipe.copied_files])
+        yield sink
+
+
+@contextlib.contextmanager
+def _tidy_on_failure(sink: ArchiveSink, partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if not sink.finished:  # else the name may be another build's by now
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def archive_pieces(image: Image, tag: str) -> Iterator[Piece]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from ralbuild.image.artifacts import Artifact
@@ -41,6 +42,11 @@ class Image:
     def config_digest(self) -> str:
         """The config's digest: what Docker calls the image id."""
         return digest_of(self.config)
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """The manifest's annotations."""
+        return dict(json.loads(self.manifest).get("annotations") or {})
 
     @property
     def unique_layers(self) -> tuple[Layer, ...]:

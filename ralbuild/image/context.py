@@ -93,6 +93,7 @@ def _place(target: Path, entry: FileEntry) -> None:
     if isinstance(entry.source, HostFile):
         os.link(entry.source.path, target, follow_symlinks=True)
         return
+    assert isinstance(entry.source, bytes)  # pieces come from --reshard, which `render` does not have
     target.write_bytes(entry.source)
     target.chmod(entry.mode)
 
@@ -102,7 +103,8 @@ def _facts(plan: ImagePlan, files: list[FileEntry]) -> DockerfileFacts:
     models = [entry for entry in files if entry.path.startswith(MODEL_DIR.strip("/") + "/")]
     return DockerfileFacts(
         version=__version__,
-        base=f"{plan.base.name or EMBEDDED_BASE}@{plan.base.digest}",
+        # A registry's name says which index was asked for; the digest is that of the platform.
+        base=f"{plan.base.name.partition('@')[0] or EMBEDDED_BASE}@{plan.base.digest}",
         labels=tuple(sorted(plan.config.labels.items())),
         env=plan.config.env,
         shards=tuple(Path(entry.path).name for entry in models if isinstance(entry.source, HostFile)),

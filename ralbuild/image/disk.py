@@ -28,7 +28,7 @@ def unchanging(source: HostFile) -> Iterator[int]:
     """Open ``source`` for reading and, at the end, make sure that it stayed what it was.
 
     Yields:
-        A file descriptor at the file's start.
+        A file descriptor at the range's start.
 
     Raises:
         ImageError: when it cannot be read, is no regular file, has another size, or changed meanwhile.
@@ -41,8 +41,10 @@ def unchanging(source: HostFile) -> Iterator[int]:
     with file:
         fd = file.fileno()
         before = os.fstat(fd)
-        if before.st_size != source.size:
-            raise changed(source, f"needs {source.size} bytes, found {before.st_size}")
+        needed = source.size if source.is_whole else source.file_size
+        if before.st_size != needed:
+            raise changed(source, f"needs {needed} bytes, found {before.st_size}")
+        os.lseek(fd, source.start, os.SEEK_SET)
         yield fd
         if StatKey.of(os.fstat(fd)) != StatKey.of(before):
             raise changed(source, "was written to meanwhile")

@@ -19,11 +19,11 @@ from typing import Self
 from ralbuild.digests import CHUNK
 from ralbuild.errors import ImageError
 from ralbuild.image.disk import changed, unchanging
-from ralbuild.image.plan import BaseLayer, HostFile, LayerDigest, LayerPlan
+from ralbuild.image.plan import BaseLayer, HostFile, LayerDigest, LayerPlan, RemoteBlob
 from ralbuild.image.tarball import Segment, layer_segments
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that were just dealt with."""
+"""Called with the number of bytes that were just dealt with, from several threads; below zero takes back."""
 
 COPY_STEP = 16 << 20
 """Bytes the kernel copies per call: short enough for progress, Ctrl-C and a hash that stays close."""
@@ -75,8 +75,14 @@ class Recipe:
 
     @property
     def copied_files(self) -> tuple[HostFile, ...]:
-        """Those of them that the kernel is asked to copy, and may share."""
-        return tuple(file for file in self.files if _is_copied(file))
+        """Those of them that the kernel is asked to copy whole, and may share."""
+        return tuple(file for file in self.files if _is_copied(file) and file.is_whole)
+
+    @property
+    def remote(self) -> RemoteBlob | None:
+        """The registry's blob that this one is, or None."""
+        first = self.segments[0] if self.segments else None
+        return first if isinstance(first, RemoteBlob) else None
 
 
 def layer_recipe(layer: LayerPlan, mtime: int) -> Recipe:
@@ -86,7 +92,9 @@ def layer_recipe(layer: LayerPlan, mtime: int) -> Recipe:
 
 def base_recipe(layer: BaseLayer) -> Recipe:
     """Return the recipe of a base layer: its blob as it is."""
-    return Recipe(f"base layer {layer.digest}", (HostFile(layer.source, layer.size),))
+    source = layer.source
+    held = source if isinstance(source, RemoteBlob) else HostFile(source, layer.size)
+    return Recipe(f"base layer {layer.digest}", (held,))
 
 
 def digest_layer(recipe: Recipe, progress: Progress | None = None) -> LayerDigest:
@@ -108,6 +116,8 @@ def recipe_chunks(recipe: Recipe) -> Iterator[bytes | memoryview]:
     for part in recipe.segments:
         if isinstance(part, bytes):
             yield part
+        elif isinstance(part, RemoteBlob):
+            yield from part.fetch()
         else:
             with unchanging(part) as fd:
                 yield from _file_chunks(part, fd)
@@ -126,6 +136,9 @@ def append_layer(recipe: Recipe, out: int, expected: LayerDigest, progress: Prog
         for part in recipe.segments:
             if isinstance(part, bytes):
                 writer.write(part)
+            elif isinstance(part, RemoteBlob):
+                for chunk in part.fetch():
+                    writer.write(chunk)
             else:
                 with unchanging(part) as fd:
                     _append_file(part, fd, writer)
@@ -143,14 +156,14 @@ def _is_copied(source: HostFile) -> bool:
 def _append_file(source: HostFile, fd: int, writer: _Writer) -> None:
     done = 0
     if _is_copied(source):
-        done = writer.copy(fd, source.size)
-        os.lseek(fd, done, os.SEEK_SET)
+        done = writer.copy(fd, source.start, source.size)
+        os.lseek(fd, source.start + done, os.SEEK_SET)
     for chunk in _file_chunks(source, fd, done):
         writer.write(chunk)
 
 
 def _file_chunks(source: HostFile, fd: int, start: int = 0) -> Iterator[memoryview]:
-    """Yield the file from its current position, ``start``, to its end, and check the digest it must have."""
+    """Yield the range from its current position, ``start`` bytes in, to its end; check its digest."""
     buffer = memoryview(bytearray(min(CHUNK, source.size) or 1))
     digest = hashlib.sha256()
     left = source.size - start
@@ -189,13 +202,13 @@ class _Writer:
         self._pending.clear()
         self._follower.advance()
 
-    def copy(self, fd: int, size: int) -> int:
+    def copy(self, fd: int, start: int, size: int) -> int:
         """Let the kernel append ``size`` bytes of ``fd``; return how many it did, fewer where it cannot."""
         self.flush()
         done = 0
         while done < size:
             try:
-                count = os.copy_file_range(fd, self._out, min(size - done, COPY_STEP), done)
+                count = os.copy_file_range(fd, self._out, min(size - done, COPY_STEP), start + done)
             except OSError as error:
                 if error.errno not in _COPY_UNSUPPORTED:
                     raise

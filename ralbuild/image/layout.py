@@ -12,7 +12,6 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,98 @@ from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.digests import DigestCache, open_regular
 from ralbuild.errors import ImageError
 from ralbuild.image.artifacts import Artifact, subject_of
-from ralbuild.image.assemble import Image
+from ralbuild.image.assemble import Image, Layer
 from ralbuild.image.blobs import BLOBS, PARTIAL, BlobFolder
 from ralbuild.image.disk import Note, check_room, clear_place, host_errors, locked, remove_tree
 from ralbuild.image.layers import Progress
 from ralbuild.image.oci import INDEX_TYPE, LAYOUT_FILE, MANIFEST_TYPE, entry_name, index_entry, index_json
+from ralbuild.image.sink import SinkResult
 
 _SLACK = 1 << 20
 """Room for the JSON files, in bytes."""
 _METADATA_LIMIT = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class SinkResult:
-    """What a sink did: bytes of blobs that it wrote, and hex digests of the layers it found there already."""
-
-    written: int
-    reused: frozenset[str]
-
-
 def write_layout(
     target: Path, image: Image, tag: str, cache: DigestCache, progress: Progress | None, note: Note
 ) -> SinkResult:
-    """Make ``target`` a layout that holds ``image`` under the name ``tag`` (may be empty).
+    """Make ``target`` a layout that holds ``image``; see `open_layout`."""
+    with open_layout(target, image, tag, cache, progress, note) as sink:
+        for layer in image.unique_layers:
+            sink.add(layer)
+        return sink.finish()
+
+
+class LayoutSink:
+    """A layout that is being written: a new folder beside its place, or the one that is there.
+
+    Made by `open_layout`, which holds its lock.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        target: Path,
+        image: Image,
+        tag: str,
+        cache: DigestCache,
+        progress: Progress | None,
+    ) -> None:
+        self.finished = False
+        self._folder = folder
+        self._target = target
+        self._image = image
+        self._tag = tag
+        self._progress = progress
+        self._needed = _needed(image)
+        self._index = _read_index(folder) if folder == target else {}
+        if not (folder / "oci-layout").exists():
+            _replace(folder / "oci-layout", LAYOUT_FILE)
+        self._blobs = BlobFolder(folder, cache)
+        layers = image.unique_layers
+        self._reused = frozenset(
+            layer.digest.sha256
+            for layer in layers
+            if self._blobs.has_same(layer.recipe, layer.digest) or self._blobs.has(layer.digest, progress)
+        )
+        missing = [layer for layer in layers if layer.digest.sha256 not in self._reused]
+        missing = [layer for layer in missing if not self._blobs.link(layer.recipe, layer.digest)]
+        self._missing = frozenset(layer.digest.sha256 for layer in missing)
+        files = [file for layer in missing for file in layer.recipe.copied_files]
+        check_room(self._blobs.path, _SLACK + sum(layer.digest.size for layer in missing), files)
+
+    def add(self, layer: Layer) -> None:
+        """Write the layer's blob unless it was there."""
+        if layer.digest.sha256 in self._missing:
+            with host_errors(self._target.parent, self._needed):
+                self._blobs.add(layer.recipe, layer.digest, self._progress)
+
+    def finish(self) -> SinkResult:
+        """Name the image in the index, and remove what nothing names any more."""
+        with host_errors(self._target.parent, self._needed):
+            image = self._image
+            for data in (image.config, image.manifest):
+                self._blobs.add_bytes(data)
+            for artifact in image.artifacts:
+                for data in (*artifact.blobs, artifact.manifest):
+                    self._blobs.add_bytes(data)
+            entries = _kept_entries(self._folder, self._index, image, self._tag)
+            entries.append(index_entry(image.manifest, image.architecture, self._tag))
+            entries = _with_artifacts(entries, image.artifacts)
+            _replace(self._folder / "index.json", index_json(entries, self._index))
+            _prune(self._folder, self._blobs)
+            if self._folder != self._target:
+                self._folder.rename(self._target)
+            self.finished = True
+            self._blobs.remember(self._target)
+        return SinkResult(self._blobs.written, self._reused)
+
+
+@contextlib.contextmanager
+def open_layout(
+    target: Path, image: Image, tag: str, cache: DigestCache, progress: Progress | None, note: Note
+) -> Iterator[LayoutSink]:
+    """Open ``target`` as a layout that will hold ``image`` under the name ``tag`` (may be empty).
 
     Images of other names in it stay. See `ralbuild.image.write.write_image` for the arguments.
 
@@ -51,26 +119,17 @@ def write_layout(
         HostError: when it cannot be written or the disk is too small.
     """
     target = Path(os.path.realpath(target))
-    needed = _SLACK + sum(layer.digest.size for layer in image.unique_layers)
-    with (
-        host_errors(target.parent, needed),
-        locked(lambda: _open(target), note) as (folder, _),
-        _tidy_on_failure(folder, target, cache),
-    ):
-        index = _read_index(folder) if folder == target else {}
-        if not (folder / "oci-layout").exists():
-            _replace(folder / "oci-layout", LAYOUT_FILE)
-        blobs = BlobFolder(folder, cache)
-        reused = _add_image(blobs, image, progress)
-        entries = _kept_entries(folder, index, image, tag)
-        entries.append(index_entry(image.manifest, image.architecture, tag))
-        entries = _with_artifacts(entries, image.artifacts)
-        _replace(folder / "index.json", index_json(entries, index))
-        _prune(folder, blobs)
-        if folder != target:
-            folder.rename(target)
-        blobs.remember(target)
-    return SinkResult(blobs.written, reused)
+    with contextlib.ExitStack() as stack:
+        with host_errors(target.parent, _needed(image)):
+            folder, _ = stack.enter_context(locked(lambda: _open(target), note))
+            tidy = stack.enter_context(_tidy_on_failure(folder, target, cache))
+            sink = LayoutSink(folder, target, image, tag, cache, progress)
+        tidy.append(sink)
+        yield sink
+
+
+def _needed(image: Image) -> int:
+    return _SLACK + sum(layer.digest.size for layer in image.unique_layers)
 
 
 def _open(target: Path) -> tuple[Path, int]:
@@ -120,27 +179,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
     ):
         raise ImageError("index.json is not an image index", place=str(folder))
     return value
-
-
-def _add_image(blobs: BlobFolder, image: Image, progress: Progress | None) -> frozenset[str]:
-    """Write the blobs that are missing; return the layers that were there."""
-    reused = frozenset(
-        layer.digest.sha256
-        for layer in image.unique_layers
-        if blobs.has_same(layer.recipe, layer.digest) or blobs.has(layer.digest, progress)
-    )
-    missing = [layer for layer in image.unique_layers if layer.digest.sha256 not in reused]
-    missing = [layer for layer in missing if not blobs.link(layer.recipe, layer.digest)]
-    files = [file for layer in missing for file in layer.recipe.copied_files]
-    check_room(blobs.path, _SLACK + sum(layer.digest.size for layer in missing), files)
-    for layer in missing:
-        blobs.add(layer.recipe, layer.digest, progress)
-    for data in (image.config, image.manifest):
-        blobs.add_bytes(data)
-    for artifact in image.artifacts:
-        for data in (*artifact.blobs, artifact.manifest):
-            blobs.add_bytes(data)
-    return reused
 
 
 def _kept_entries(folder: Path, index: Mapping[str, Any], image: Image, tag: str) -> list[Any]:
@@ -209,12 +247,19 @@ def _collect(folder: Path, entry: Mapping[str, Any], keep: set[str]) -> bool:
 
 
 @contextlib.contextmanager
-def _tidy_on_failure(folder: Path, target: Path, cache: DigestCache) -> Iterator[None]:
-    """Leave nothing of a build that fails: no new folder, no blob that the old index does not name."""
+def _tidy_on_failure(folder: Path, target: Path, cache: DigestCache) -> Iterator[list[LayoutSink]]:
+    """Leave nothing of a build that fails: no new folder, no blob that the old index does not name.
+
+    Yields:
+        Where to put the sink: once that is finished, what fails after it is another output's business.
+    """
     fresh = not (folder / "index.json").exists()
+    sinks: list[LayoutSink] = []
     try:
-        yield
+        yield sinks
     except BaseException:
+        if any(sink.finished for sink in sinks):
+            raise
         if folder != target:
             shutil.rmtree(folder, ignore_errors=True)
         elif fresh:

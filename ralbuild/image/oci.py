@@ -27,6 +27,8 @@ PACKING_LABEL = "io.ralbuild.packing"
 LICENSE_LABEL = "io.ralbuild.model.license"
 LAYER_NAME = "io.ralbuild.layer.name"
 LAYER_KIND = "io.ralbuild.layer.kind"
+BASE_DIGEST = "org.opencontainers.image.base.digest"
+BASE_NAME = "org.opencontainers.image.base.name"
 
 MAX_LAYERS = 125
 """Docker's limit (moby `maxLayerDepth`); overlayfs and registries allow a few more."""
@@ -91,9 +93,9 @@ def manifest_json(plan: ImagePlan, config: bytes, layers: Sequence[Descriptor]) 
     """Return the manifest that joins ``config`` and ``layers``."""
     annotations = {"org.opencontainers.image.created": timestamp(plan.created), **plan.annotations}
     if plan.base:
-        annotations["org.opencontainers.image.base.digest"] = plan.base.digest
+        annotations[BASE_DIGEST] = plan.base.digest
         if plan.base.name:
-            annotations["org.opencontainers.image.base.name"] = plan.base.name
+            annotations[BASE_NAME] = plan.base.name
     value = {
         "schemaVersion": 2,
         "mediaType": MANIFEST_TYPE,

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ralbuild.errors import UsageError
+from ralbuild.image.registry.reference import HOST, REPOSITORY, TAG, Reference, parse_reference
 
-FORMS = "oci:DIR or archive:FILE"
-_LATER = ("docker", "registry")
+FORMS = "oci:DIR, archive:FILE, docker or registry:HOST/NAME[:TAG]"
 
-_COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
-_HOST = (
-    r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)*(?::[0-9]+)?)"
-)
-_TAG = re.compile(
-    rf"(?P<name>(?:{_HOST}/)?{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}}))?"
-)
+_TAG = re.compile(rf"(?P<name>(?:{HOST}/)?{REPOSITORY})(?::(?P<tag>{TAG}))?")
 _NAME_LIMIT = 255
 
 
@@ -35,21 +29,44 @@ class ArchiveOutput:
     path: Path
 
 
-Output = LayoutOutput | ArchiveOutput
+@dataclass(frozen=True, slots=True)
+class DockerOutput:
+    """The docker engine that ``DOCKER_HOST`` names, else this machine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryOutput:
+    """A repository of a registry; the reference has a tag and no digest."""
+
+    reference: Reference
+
+
+Output = LayoutOutput | ArchiveOutput | DockerOutput | RegistryOutput
 
 
 def parse_output(text: str) -> Output:
     """Return the output that ``text`` names (`FORMS`), or raise UsageError."""
     scheme, colon, rest = text.partition(":")
-    if scheme in _LATER:
-        raise UsageError(
-            f"the output {scheme!r} is not supported in this version",
-            place="--output",
-            hint=f"write {FORMS}; `docker load` and `skopeo copy --preserve-digests` read them",
-        )
-    if scheme not in ("oci", "archive") or not colon or not rest:
+    if scheme == "docker":
+        if colon:
+            raise UsageError(
+                f"needs docker alone, found {text!r}", place="--output", hint=f"--tag {rest or 'NAME'}"
+            )
+        return DockerOutput()
+    if scheme not in ("oci", "archive", "registry") or not colon or not rest:
         raise UsageError(f"needs {FORMS}, found {text!r}", place="--output")
+    if scheme == "registry":
+        return RegistryOutput(parse_target(rest))
     return LayoutOutput(Path(rest)) if scheme == "oci" else ArchiveOutput(Path(rest))
+
+
+def parse_target(text: str) -> Reference:
+    """Return where to push: ``HOST/NAME[:TAG]``, with the tag ``latest`` when there is none."""
+    reference = parse_reference(text, "registry:")
+    if reference.digest:
+        hint = "what is pushed decides its digest"
+        raise UsageError(f"needs HOST/NAME[:TAG], found {text!r}", place="registry:", hint=hint)
+    return replace(reference, tag=reference.tag or "latest")
 
 
 def parse_tag(text: str) -> str:

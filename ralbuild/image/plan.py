@@ -5,7 +5,7 @@ docs/image-plan.md is the written form. The same plan gives the same image bytes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,19 +20,50 @@ Kind = Literal["small", "weights"]
 
 @dataclass(frozen=True, slots=True)
 class HostFile:
-    """Bytes that are in a file of this machine when the image is written.
+    """Bytes that are in a file of this machine when the image is written: all of it, or a range.
 
     Attributes:
         path: the file; links are followed.
-        size: in bytes; a file of another size fails the build.
+        size: of the range in bytes.
         sha256: what its bytes must hash to, in hex; empty when only the layer's digest is known.
         purpose: under which the digest cache may know its layer's digest; empty when it does not.
+        start: where the range begins.
+        file_size: of the whole file; -1 means ``size``. A file of another size fails the build.
     """
 
     path: Path
     size: int
     sha256: str = ""
     purpose: str = field(default="", compare=False)
+    start: int = 0
+    file_size: int = -1
+
+    @property
+    def is_whole(self) -> bool:
+        """True when the range is the file."""
+        return self.file_size in (-1, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteBlob:
+    """A blob that a registry has; nothing of it is here until a sink needs it.
+
+    Attributes:
+        host, repository: where it is.
+        digest: ``sha256:`` and hex.
+        size: in bytes.
+        fetch: yields the blob's bytes, checked against both; raises ImageError.
+    """
+
+    host: str
+    repository: str
+    digest: str
+    size: int
+    fetch: Callable[[], Iterator[bytes]] = field(compare=False, repr=False)
+
+
+Pieces = tuple[bytes | HostFile, ...]
+"""A file made of other files' bytes, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +71,18 @@ class FileEntry:
     """A regular file: ``path`` in the image (relative, with slashes), its bytes, and 0644 or 0755."""
 
     path: str
-    source: bytes | HostFile
+    source: bytes | HostFile | Pieces
     mode: int = FILE_MODE
+
+    @property
+    def pieces(self) -> Pieces:
+        """The bytes, as pieces in order."""
+        return self.source if isinstance(self.source, tuple) else (self.source,)
 
     @property
     def size(self) -> int:
         """Bytes of content."""
-        return len(self.source) if isinstance(self.source, bytes) else self.source.size
+        return sum(len(part) if isinstance(part, bytes) else part.size for part in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +141,7 @@ class BaseLayer:
         media_type: an OCI layer type.
         digest, size: of the blob as stored; ``sha256:`` and hex, bytes.
         diff_id: of the uncompressed tar.
-        source: the file that holds the blob.
+        source: the file, or the registry, that holds the blob.
         name: what the base calls it.
     """
 
@@ -113,7 +149,7 @@ class BaseLayer:
     digest: str
     size: int
     diff_id: str
-    source: Path
+    source: Path | RemoteBlob
     name: str = "base"
 
 
@@ -191,6 +227,12 @@ class PlannedFile:
     sha256: str
 
 
+def _known_digest(source: bytes | HostFile | Pieces) -> str:
+    if isinstance(source, bytes):
+        return sha256_hex(source)
+    return source.sha256 if isinstance(source, HostFile) else ""
+
+
 def planned_files(plan: ImagePlan) -> tuple[PlannedFile, ...]:
     """Return what our layers will hold, in the order of the layers and of their paths."""
     out = []
@@ -198,7 +240,7 @@ def planned_files(plan: ImagePlan) -> tuple[PlannedFile, ...]:
         for entry in sorted(layer.entries, key=lambda item: item.path.encode()):
             if isinstance(entry, FileEntry):
                 source = entry.source
-                known = sha256_hex(source) if isinstance(source, bytes) else source.sha256
+                known = _known_digest(source)
                 digest = known or (layer.known.sha256 if layer.known else "")
                 out.append(PlannedFile(layer.name, entry.path, entry.mode, digest))
             elif isinstance(entry, LinkEntry):
@@ -209,11 +251,22 @@ def planned_files(plan: ImagePlan) -> tuple[PlannedFile, ...]:
     return tuple(out)
 
 
-def weight_layer(path: Path, size: int, digests: FileDigests, name: str = "") -> LayerPlan:
-    """Return the layer of one scanned weight file; scan and plan must use the same ``mtime`` and ``name``."""
-    folder = MODEL_DIR.strip("/")
-    name = name or path.name
+def weight_layer(path: Path, size: int, digests: FileDigests) -> LayerPlan:
+    """Return the layer of one scanned weight file; scan and plan must use the same ``mtime``."""
     # The layer's digest covers the file's: a second hash of the file would only cost time.
-    entry = FileEntry(f"{folder}/{name}", HostFile(path, size, purpose=digests.purpose))
+    return bundled_layer([(path.name, HostFile(path, size, purpose=digests.purpose))], digests)
+
+
+def bundled_layer(files: Sequence[tuple[str, HostFile | Pieces]], digests: FileDigests) -> LayerPlan:
+    """Return the layer that scanned weight files share.
+
+    Args:
+        files: name in the image and bytes of each, in the order of the scan.
+        digests: of any of them.
+    """
+    folder = MODEL_DIR.strip("/")
+    entries = tuple(FileEntry(f"{folder}/{name}", source) for name, source in files)
     known = LayerDigest(digests.layer_sha256, digests.layer_size)
-    return LayerPlan(f"weights {name}", "weights", (entry,), (folder,), known)
+    first, last = files[0][0], files[-1][0]
+    name = f"weights {first}" if len(files) == 1 else f"weights {first} to {last}"
+    return LayerPlan(name, "weights", entries, (folder,), known)

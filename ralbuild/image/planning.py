@@ -6,7 +6,7 @@ rule touches the last one only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -24,17 +24,30 @@ from ralbuild.contract.places import (
     PORT,
     USER_ID,
 )
+from ralbuild.contract.tarball import bundles
 from ralbuild.errors import ImageError
 from ralbuild.image.oci import LICENSE_LABEL
-from ralbuild.image.plan import BaseImage, FileEntry, ImageConfig, ImagePlan, LayerPlan, weight_layer
+from ralbuild.image.plan import (
+    BaseImage,
+    FileEntry,
+    HostFile,
+    ImageConfig,
+    ImagePlan,
+    LayerPlan,
+    Pieces,
+    bundled_layer,
+)
 from ralbuild.pins import load_pins
 from ralbuild.render import entrypoint
+from ralbuild.weights.reading import WeightShard
 from ralbuild.weights.scan import ScannedModel
 
 BASE_LABELS = "io.ralbuild.base."
 BASE_CONTRACT = f"{BASE_LABELS}contract"
 OUR_LABELS = "io.ralbuild."
 """Prefix of every label that an image adds to its base's; those of a base start with `BASE_LABELS`."""
+_BASE_FACTS = ("lock", "python", "torch", "transformers")
+_PYTHON = "3.11."
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +82,7 @@ def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
         ImageError: when the base was not made for this target.
     """
     check_base(base, parts.bundle.target)
-    weights = tuple(
-        weight_layer(shard.path, shard.size, shard.digests, shard.name) for shard in parts.model.shards
-    )
+    weights = _weight_layers(parts.model.shards)
     layers = (*weights, _model_layer(parts), _launcher_layer(), _rules_layer(parts))
     config = run_config(parts.bundle_sha256, image_labels(parts))
     annotations = {"org.opencontainers.image.title": parts.bundle.model}
@@ -90,6 +101,25 @@ def run_config(bundle_sha256: str, labels: Mapping[str, str]) -> ImageConfig:
         user=f"{USER_ID}:{USER_ID}",
         ports=(PORT,),
         labels=labels,
+    )
+
+
+def _weight_layers(shards: Sequence[WeightShard]) -> Iterator[LayerPlan]:
+    for part in bundles(len(shards)):
+        files = [(shard.name, _bytes_of(shard)) for shard in shards[part.start : part.stop]]
+        yield bundled_layer(files, shards[part.start].digests)
+
+
+def _bytes_of(shard: WeightShard) -> HostFile | Pieces:
+    """Return where a weight file's bytes lie: in one file, or in ranges of several."""
+    purpose = shard.digests.purpose
+    if not shard.pieces:
+        return HostFile(shard.path, shard.size, purpose=purpose)
+    return tuple(
+        piece
+        if isinstance(piece, bytes)
+        else HostFile(piece.path, piece.size, purpose=purpose, start=piece.start, file_size=piece.file_size)
+        for piece in shard.pieces
     )
 
 
@@ -141,11 +171,16 @@ def check_base(base: BaseImage, target: str) -> None:
             place=base.name or base.digest,
             hint="make one with `ralbuild base --out oci:DIR`",
         )
+    place = base.name or base.digest
     made_for = labels.get(f"{BASE_LABELS}target")
     if made_for != target:
-        raise ImageError(
-            f"is a base for {made_for!r}; the image is for {target!r}", place=base.name or base.digest
-        )
+        raise ImageError(f"is a base for {made_for!r}; the image is for {target!r}", place=place)
+    missing = [name for name in _BASE_FACTS if not labels.get(f"{BASE_LABELS}{name}")]
+    if missing:
+        raise ImageError(f"does not say its {', '.join(missing)}: needs labels {BASE_LABELS}*", place=place)
+    python = labels[f"{BASE_LABELS}python"]
+    if not python.startswith(_PYTHON):
+        raise ImageError(f"has Python {python}, the launcher needs {_PYTHON}x", place=place)
 
 
 def _model_layer(parts: ImageParts) -> LayerPlan:

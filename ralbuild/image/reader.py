@@ -131,13 +131,16 @@ class StoredImage:
 
 
 @contextlib.contextmanager
-def open_image(path: Path, name: str = "", architecture: str = "amd64") -> Iterator[StoredImage]:
+def open_image(
+    path: Path, name: str = "", architecture: str = "amd64", digest: str = ""
+) -> Iterator[StoredImage]:
     """Open an image of the OCI layout folder or archive at ``path``.
 
     Args:
         path: a folder with ``oci-layout`` and ``index.json``, or a tar of one.
         name: which image, as the index calls it; needed only where the store has several.
         architecture: which platform of a multi-platform image.
+        digest: of the entry that is meant, an image or an index of several platforms.
 
     Raises:
         ImageError: when it is no such thing, holds no such image, or a JSON file is damaged.
@@ -146,19 +149,31 @@ def open_image(path: Path, name: str = "", architecture: str = "amd64") -> Itera
         store = str(path)
         open_blob = folder_opener(path) if _is_folder(path) else stack.enter_context(archive_opener(path))
         index = read_json(open_blob, "index.json", store)
-        entry = _select(open_blob, index, name, architecture, store)
-        yield _load(open_blob, entry, store, index)
+        chosen = index
+        if digest:
+            entries = [entry for entry in _entries(index, store) if entry.get("digest") == digest]
+            if not entries:
+                raise ImageError(f"holds no {digest}", place=store)
+            chosen = {"manifests": entries[:1]}
+        yield _load(open_blob, _select(open_blob, chosen, name, architecture, store), store, index)
 
 
-def read_base(folder: Path, name: str = "", architecture: str = "amd64") -> BaseImage:
+def load_image(
+    open_blob: OpenBlob, index: Mapping[str, Any], store: str, name: str = "", architecture: str = "amd64"
+) -> StoredImage:
+    """Return the image that is meant in ``index``; see `open_image`."""
+    return _load(open_blob, _select(open_blob, index, name, architecture, store), store, index)
+
+
+def read_base(folder: Path, name: str = "", architecture: str = "amd64", digest: str = "") -> BaseImage:
     """Return the image of a layout folder as a base; layers are checked when they are written.
 
     Raises:
         ImageError: when there is no such image or a blob is missing or of another size.
     """
     if not _is_folder(folder):
-        raise ImageError("is not a folder", place=str(folder), hint="a base is an OCI image layout folder")
-    with open_image(folder, name, architecture) as image:
+        raise ImageError("is not a folder", place=str(folder), hint="needs an OCI image layout folder")
+    with open_image(folder, name, architecture, digest) as image:
         diff_ids = image.config["rootfs"]["diff_ids"]
         layers = []
         for layer, diff_id in zip(image.layers, diff_ids, strict=True):
@@ -298,8 +313,11 @@ def _descriptor(item: Mapping[str, Any], diff_id: str, store: str) -> Descriptor
     annotations = item.get("annotations") or {}
     if not isinstance(annotations, dict):
         raise ImageError("a layer's annotations are not an object", place=store)
+    size = item["size"]
+    if type(size) is not int or size < 0:
+        raise ImageError(f"a layer's size is {size!r}", place=store)
     name, kind = str(annotations.get(LAYER_NAME, "layer")), str(annotations.get(LAYER_KIND, ""))
-    return Descriptor(media_type, item["digest"], int(item["size"]), diff_id, name, kind)
+    return Descriptor(media_type, item["digest"], size, diff_id, name, kind)
 
 
 @dataclass(frozen=True, slots=True)

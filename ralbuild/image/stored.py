@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ralbuild.image.assemble import Image, base_layer
@@ -23,5 +24,8 @@ def stored_image(folder: Path, name: str = "") -> Image:
         )
         architecture = str(image.config["architecture"])
         artifacts = tuple(item.artifact for item in image.artifacts())
-    layers = tuple(base_layer(layer) for layer in base.layers)
+        layers = tuple(
+            replace(base_layer(layer), descriptor=descriptor)
+            for layer, descriptor in zip(base.layers, image.layers, strict=True)
+        )
     return Image(layers, config, manifest, architecture, artifacts)

@@ -19,10 +19,10 @@ from ralbuild.contract.tarball import (
     symlink_header,
 )
 from ralbuild.errors import ImageError
-from ralbuild.image.plan import DirEntry, Entry, FileEntry, HostFile, LayerPlan, LinkEntry
+from ralbuild.image.plan import DirEntry, Entry, FileEntry, HostFile, LayerPlan, LinkEntry, RemoteBlob
 
-Segment = bytes | HostFile
-"""A stretch of a tar stream: bytes, or the whole of a file."""
+Segment = bytes | HostFile | RemoteBlob
+"""A stretch of a blob: bytes, bytes of a file, or a whole blob of a registry."""
 
 _COMPONENT_BYTES = 255
 _PATH_BYTES = 4095
@@ -40,12 +40,13 @@ def layer_segments(layer: LayerPlan, mtime: int) -> tuple[Segment, ...]:
     for entry in ordered_entries(layer):
         pending += _header(entry, layer, mtime, offset + len(pending))
         if isinstance(entry, FileEntry):
-            if isinstance(entry.source, HostFile):
-                segments += [bytes(pending), entry.source]
-                offset += len(pending) + entry.size
+            for piece in entry.pieces:
+                if isinstance(piece, bytes):
+                    pending += piece
+                    continue
+                segments += [bytes(pending), piece]
+                offset += len(pending) + piece.size
                 pending.clear()
-            else:
-                pending += entry.source
             pending += padding(entry.size)
     segments.append(bytes(pending + END))
     return tuple(segments)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ralbuild.digests import DigestCache
-from ralbuild.image.archive import write_archive
+from ralbuild.image.archive import open_archive
 from ralbuild.image.assemble import Image
+from ralbuild.image.daemon import open_docker
 from ralbuild.image.disk import Note
 from ralbuild.image.layers import Progress, WrongLayerError
-from ralbuild.image.layout import SinkResult, write_layout
-from ralbuild.image.outputs import LayoutOutput, Output
+from ralbuild.image.layout import open_layout
+from ralbuild.image.outputs import ArchiveOutput, DockerOutput, LayoutOutput, Output, RegistryOutput
+from ralbuild.image.registry.connect import Registries
+from ralbuild.image.registry.sink import open_registry
+from ralbuild.image.sink import Sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +33,30 @@ class WrittenLayer:
 
 @dataclass(frozen=True, slots=True)
 class WrittenImage:
-    """What was written: digests with ``sha256:``, layers from the lowest, bytes of blobs over all outputs."""
+    """What was written.
+
+    Attributes:
+        manifest_digest, config_digest: with ``sha256:``.
+        layers: from the lowest.
+        bytes_written: of blobs, over all outputs, sent ones included.
+        names: how registries and engines call it.
+    """
 
     manifest_digest: str
     config_digest: str
     layers: tuple[WrittenLayer, ...]
     bytes_written: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What all outputs of one run share; see `write_image`."""
+
+    cache: DigestCache
+    registries: Registries | None
+    progress: Progress | None
+    note: Note
 
 
 def write_image(
@@ -41,24 +65,43 @@ def write_image(
     *,
     tag: str = "",
     cache: DigestCache,
+    registries: Registries | None = None,
     progress: Progress | None = None,
     note: Note = lambda _: None,
 ) -> WrittenImage:
-    """Write ``image`` to every output, one after the other.
+    """Write ``image`` to every output, layer by layer, so that all of them read a weight file at one time.
+
+    All outputs are opened before the first byte is written: what one of them would refuse, and a disk
+    that is too small, stops the run then. Folders and files come first, the registry's manifest last.
 
     Args:
         image: from `ralbuild.image.assemble.assemble_image`.
-        outputs: from `ralbuild.image.outputs.parse_output`.
-        tag: name in the outputs, from `parse_tag`; empty for none.
+        outputs: from `ralbuild.image.outputs.parse_output`; the same one twice is written once.
+        tag: name in the outputs, from `parse_tag`; empty for none. A registry's output has its own.
         cache: remembers which blobs of a layout are right, so that they are not read again.
-        progress: called with the number of bytes written or checked in each step.
+        registries: for outputs in registries.
+        progress: called with the number of bytes written, sent or checked in each step.
         note: told when this build waits for another one.
 
     Raises:
         ImageError: when an output is something else, or a source file changed since it was scanned.
         HostError: when an output cannot be written or its disk is too small.
     """
-    results = [_write_one(image, output, tag, cache, progress, note) for output in outputs]
+    # One order for everybody: two builds that lock the same outputs cannot wait for each other.
+    ordered = sorted({_key(output): output for output in outputs}.items())
+    shared = _Shared(cache, registries, progress, note)
+    try:
+        with contextlib.ExitStack() as stack:
+            sinks = [stack.enter_context(_open(output, image, tag, shared)) for _, output in ordered]
+            for layer in image.unique_layers:
+                for sink in sinks:
+                    sink.add(layer)
+            results = [sink.finish() for sink in sinks]
+    except WrongLayerError as error:
+        for file in error.files:
+            if file.purpose:
+                cache.forget(file.path, file.purpose)  # so that the next build reads it again
+        raise
     layers = tuple(
         WrittenLayer(
             layer.descriptor.name,
@@ -69,18 +112,28 @@ def write_image(
         )
         for layer in image.layers
     )
-    return WrittenImage(image.digest, image.config_digest, layers, sum(result.written for result in results))
+    names = tuple(result.name for result in results if result.name)
+    written = sum(result.written for result in results)
+    return WrittenImage(image.digest, image.config_digest, layers, written, names)
 
 
-def _write_one(
-    image: Image, output: Output, tag: str, cache: DigestCache, progress: Progress | None, note: Note
-) -> SinkResult:
-    try:
-        if isinstance(output, LayoutOutput):
-            return write_layout(output.path, image, tag, cache, progress, note)
-        return write_archive(output.path, image, tag, progress, note)
-    except WrongLayerError as error:
-        for file in error.files:
-            if file.purpose:
-                cache.forget(file.path, file.purpose)  # so that the next build reads it again
-        raise
+def _key(output: Output) -> tuple[int, str]:
+    """Return what tells one output from another, in the order of shared."""
+    if isinstance(output, LayoutOutput):
+        return 0, os.path.realpath(output.path)
+    if isinstance(output, ArchiveOutput):
+        return 1, os.path.realpath(output.path)
+    if isinstance(output, DockerOutput):
+        return 2, ""
+    return 3, str(output.reference)
+
+
+def _open(output: Output, image: Image, tag: str, shared: _Shared) -> contextlib.AbstractContextManager[Sink]:
+    if isinstance(output, LayoutOutput):
+        return open_layout(output.path, image, tag, shared.cache, shared.progress, shared.note)
+    if isinstance(output, ArchiveOutput):
+        return open_archive(output.path, image, tag, shared.progress, shared.note)
+    if isinstance(output, RegistryOutput):
+        assert shared.registries is not None
+        return open_registry(output.reference, image, shared.registries, shared.progress)
+    return open_docker(image, tag, shared.progress)

@@ -14,7 +14,7 @@ from ralbuild.image.assemble import Image
 from ralbuild.image.disk import Note
 from ralbuild.image.facts import ImageFacts, ReadFile, read_facts, stored_facts
 from ralbuild.image.layers import Progress
-from ralbuild.image.outputs import ArchiveOutput, LayoutOutput, Output
+from ralbuild.image.outputs import LayoutOutput, Output, RegistryOutput
 from ralbuild.image.plan import FileEntry, ImagePlan
 from ralbuild.image.reader import StoredImage, open_image
 from ralbuild.image.stored import stored_image
@@ -54,9 +54,10 @@ class Wanted:
 
     def check_outputs(self, outputs: Iterable[Output]) -> None:
         """Raise UsageError when something is wanted and no output has a place for it."""
-        if self and all(isinstance(output, ArchiveOutput) for output in outputs):
+        beside = (LayoutOutput, RegistryOutput)
+        if self and not any(isinstance(output, beside) for output in outputs):
             raise UsageError(
-                "what is signed and attested lies beside an image, and an archive has no place for it",
+                "what is signed and attested lies beside an image: in a layout or a registry",
                 place="--output",
                 hint="add --output oci:DIR",
             )

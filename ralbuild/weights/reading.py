@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ralbuild.digests import DigestCache, FileDigests, scan_file
+from ralbuild.contract.tarball import bundles
+from ralbuild.digests import DigestCache, FileDigests, FileRange, LayerFile, scan_layer
 from ralbuild.errors import WeightsError
 from ralbuild.weights.families import Family
 from ralbuild.weights.files import promised_sha256
@@ -21,12 +22,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """One weight file: where it is, its name in the image, and the digests of file and layer."""
+    """One weight file: where it is, its name in the image, and the digests of file and layer.
+
+    With ``pieces`` it is made of those and not of the bytes at ``path``: see `ralbuild.weights.reshard`.
+    """
 
     path: Path
     name: str
     size: int
     digests: FileDigests
+    pieces: tuple[bytes | FileRange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Reading:
         files: by name, in the order of the findings.
         family: whose exemptions hold; None for an unknown one.
         tied: tensors whose digests are wanted, see `Reading.digests`.
-        cache, mtime, rehash: as of `ralbuild.digests.scan_file`.
+        cache, mtime, rehash: as of `ralbuild.digests.scan_layer`.
         progress: called with bytes done and bytes in all.
         fail_fast: stop at the first file with an error.
         findings: where to record.
@@ -89,7 +94,9 @@ class Reading:
         """Read every file; findings are recorded in the order of the names, whichever ends first."""
         with ThreadPoolExecutor(max(1, jobs)) as pool:
             try:
-                results = list(pool.map(self._read, self._files))
+                names = tuple(self._files)
+                layers = [names[part.start : part.stop] for part in bundles(len(names))]
+                results = [item for layer in pool.map(self._read, layers) for item in layer]
             except BaseException:
                 self._stop.set()
                 raise
@@ -104,30 +111,28 @@ class Reading:
             self.digests |= self._judge(name, result, self._findings)
         return tuple(shards)
 
-    def _read(self, name: str) -> FileDigests | WeightsError | None:
-        item = self._files[name]
-        hashed = self._tied & {tensor.name for tensor in item.header.tensors}
+    def _read(self, names: tuple[str, ...]) -> list[FileDigests | WeightsError | None]:
+        """Read the files of one layer; None for one that was not read to its end."""
+        # The name in the image is the one in the folder, not the blob that a link leads to.
+        files = [LayerFile(self._files[name].path, name, self._observer(name)) for name in names]
         try:
-            # The name in the image is the one in the folder, not the blob that a link leads to.
-            digests = scan_file(
-                item.path,
-                self._cache,
-                self._mtime,
-                self._step,
-                name=name,
-                rehash=self._rehash,
-                observer=ValueScan(item.header, hashed),
-            )
+            digests = scan_layer(files, self._cache, self._mtime, self._step, rehash=self._rehash)
         except _StoppedError:
-            return None
+            return [None] * len(names)
         except WeightsError as error:
-            return error
+            place = error.problems[0].place
+            return [error if str(file.path) == place else None for file in files]
         if self._fail_fast:
             trial = self._findings.empty()
-            self._judge(name, digests, trial)
+            for name, item in zip(names, digests, strict=True):
+                self._judge(name, item, trial)
             if trial.failed:
                 self._stop.set()
-        return digests
+        return list(digests)
+
+    def _observer(self, name: str) -> ValueScan:
+        header = self._files[name].header
+        return ValueScan(header, self._tied & {tensor.name for tensor in header.tensors})
 
     def _step(self, count: int) -> None:
         if self._stop.is_set():

@@ -1,0 +1,74 @@
+"""The registries of one run: options, one transport for all, one session a host."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ralbuild.image.registry.client import Repository
+from ralbuild.image.registry.messages import Limits
+from ralbuild.image.registry.profiles import find_login, find_profile
+from ralbuild.image.registry.reference import Reference
+from ralbuild.image.registry.retry import Retry
+from ralbuild.image.registry.session import Registry
+from ralbuild.image.registry.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryOptions:
+    """What the user says of registries.
+
+    Attributes:
+        profile: name of a profile; empty takes the one of the user's file, else the generic one.
+        insecure: allow plain HTTP to other machines.
+        ca_file: certificates to trust besides the system's.
+        chunk_size: bytes of a chunk: send blobs in chunks; 0 sends them whole where that works.
+        jobs: blobs sent at the same time.
+    """
+
+    profile: str = ""
+    insecure: bool = False
+    ca_file: Path | None = None
+    chunk_size: int = 0
+    jobs: int = 4
+
+
+class Registries:
+    """Opens repositories; made by `open_registries`."""
+
+    def __init__(self, options: RegistryOptions, retry: Retry | None, limits: Limits | None) -> None:
+        self.options = options
+        self.transport = Transport(insecure=options.insecure, ca_file=options.ca_file, limits=limits)
+        self._retry = retry
+        self._lock = threading.Lock()
+        self._sessions: dict[str, Registry] = {}
+
+    def repository(self, reference: Reference) -> Repository:
+        """Return the repository of ``reference``; nothing is sent yet.
+
+        Raises:
+            UsageError: when its profile is unknown.
+        """
+        with self._lock:
+            session = self._sessions.get(reference.host)
+            if session is None:
+                profile = find_profile(reference.host, self.options.profile)
+                login = find_login(reference.host)
+                session = Registry(reference.host, self.transport, profile, self._retry, login)
+                self._sessions[reference.host] = session
+        return Repository(session, reference.repository)
+
+
+@contextlib.contextmanager
+def open_registries(
+    options: RegistryOptions | None = None, *, retry: Retry | None = None, limits: Limits | None = None
+) -> Iterator[Registries]:
+    """Yield the registries of a run and end every connection afterwards."""
+    registries = Registries(options or RegistryOptions(), retry, limits)
+    try:
+        yield registries
+    finally:
+        registries.transport.close()
