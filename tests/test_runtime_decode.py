@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 from ralbuild.contract.bundle import Engine
 from ralbuild.runtime.errors import ModelMismatchError
 from ralbuild.runtime.model.cache import BUCKET, capacity_for
-from ralbuild.runtime.model.families import empty_model, import_family
+from ralbuild.runtime.model.families import import_family
 from ralbuild.runtime.model.graph import DecodeGraph, Lane
 from ralbuild.runtime.model.linear import MANY_ROWS, widen_linears
-from ralbuild.runtime.model.weights import fill_model, read_weights
+from ralbuild.runtime.model.spec import DecoderSpec, read_spec
+from ralbuild.runtime.model.weights import LoadedModel, load_decoder, load_module, read_weights
 from ralbuild.runtime.preflight import check_files
 from ralbuild.runtime.sampler import Draw
 from ralbuild.runtime.settings import Settings
@@ -48,13 +49,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def open_graph(image: Image) -> DecodeGraph:
+def load(plain: dict[str, Any], state: dict[str, torch.Tensor], code: str, dtype: torch.dtype) -> LoadedModel:
+    """Load as `boot` does; ``code`` says whose forward pass: ours, or transformers'."""
+    spec = read_spec(plain)
+    if code == "ours":
+        assert isinstance(spec, DecoderSpec), spec
+        return load_decoder(spec, state, dtype, widen=True, progress=lambda _done, _total: None)
+    return load_module(*import_family(plain["model_type"]), plain, state, dtype, widen=True)
+
+
+def open_graph(image: Image, code: str = "ours") -> DecodeGraph:
     """Load an image's model and patch, as `boot` does."""
     checked = check_files(Settings(root=str(image.root)))
     plain = json.loads(checked.files["config.json"])
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[checked.bundle.engine.dtype]
-    model = empty_model(*import_family(checked.manifest.model_type), plain)
-    loaded = fill_model(model, read_weights(checked.weights, dtype, lambda _done, _total: None), dtype)
+    loaded = load(plain, read_weights(checked.weights), code, dtype)
     patch = link_patch(checked.bundle, checked.manifest, read_tables(checked.bundle, checked.objects))
     return DecodeGraph(loaded, patch, checked.bundle.engine.max_seq_len)
 
@@ -106,8 +115,15 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_model(tmp_path_factory.mktemp(request.param) / "model", name, **FAMILIES[request.param])
 
 
+def code_of(family: Path) -> str:
+    """Which code a family is served by: docs/runtime.md has the same table."""
+    return (
+        "transformers" if json.loads((family / "config.json").read_text())["model_type"] == "gpt2" else "ours"
+    )
+
+
 def test_float32_tokens_equal_transformers_alone_and_in_mixed_batches(family: Path, tmp_path: Path) -> None:
-    graph = open_graph(make_image(tmp_path / "root", family))
+    graph = open_graph(make_image(tmp_path / "root", family), code_of(family))
     expected = by_transformers(family, PROMPTS, 80)
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     assert [decode_together(graph, [prompt], 80)[0] for prompt in PROMPTS] == expected
@@ -146,7 +162,7 @@ def test_bfloat16_logits_stay_near_float32(llama: Path, tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         graph = open_graph(make_image(tmp_path / dtype, llama, engine=Engine(8, 512, dtype)))
         rows: list[Any] = []
-        graph.patch.run = lambda found, _slots, rows=rows: rows.append(found.copy())  # type: ignore[method-assign]
+        graph.patch.run = lambda found, _slots, rows=rows: rows.append(found.copy())  # type: ignore[method-assign,misc]
         graph.read(graph.open(graph.patch.open(0, Draw()), len(prompt)), prompt, last=True)
         logits.append(rows[0][0])
     assert abs(logits[0] - logits[1]).max() < 0.05 * abs(logits[0]).max()
@@ -184,11 +200,10 @@ def test_computed_tensors_of_old_files_are_ignored(llama: Path) -> None:
     )
 
 
-def _load_with(folder: Path, change: Any) -> None:
-    plain = json.loads((folder / "config.json").read_text())
-    state = read_weights((folder / "model.safetensors",), torch.float32, lambda _done, _total: None)
+def _load_with(folder: Path, change: Any, code: str = "ours") -> None:
+    state = read_weights((folder / "model.safetensors",))
     change(state)
-    fill_model(empty_model(*import_family("llama"), plain), state, torch.float32)
+    load(json.loads((folder / "config.json").read_text()), state, code, torch.float32)
 
 
 def test_a_tied_head_that_differs_is_refused_and_an_equal_one_is_dropped(tmp_path: Path) -> None:
@@ -200,12 +215,12 @@ def test_a_tied_head_that_differs_is_refused_and_an_equal_one_is_dropped(tmp_pat
 
 
 def test_old_gpt2_names_without_prefix_are_read(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", "gpt2")
-    state = read_weights((folder / "model.safetensors",), torch.float32, lambda _done, _total: None)
-    old = {name.removeprefix("transformer."): item for name, item in state.items()}
-    old["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
-    plain = json.loads((folder / "config.json").read_text())
-    fill_model(empty_model(*import_family("gpt2"), plain), old, torch.float32)
+    def rename(state: dict[str, torch.Tensor]) -> None:
+        for name in list(state):
+            state[name.removeprefix("transformer.")] = state.pop(name)
+        state["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+
+    _load_with(make_model(tmp_path / "model", "gpt2"), rename, "transformers")
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
@@ -216,7 +231,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelMismatchError, match="not a safetensors file"):
-        read_weights((tmp_path / "model.safetensors",), torch.float32, lambda _done, _total: None)
+        read_weights((tmp_path / "model.safetensors",))
 
 
 def real_model() -> Path:
