@@ -123,11 +123,14 @@ def _load_text(checked: Checked) -> _TextParts:
 
 def _load_model(settings: Settings, lifecycle: Lifecycle, checked: Checked, text: Future[Any]) -> LoadedModel:
     """Import torch, then map the weights into our own decoder, or into transformers' model."""
+    from ralbuild.runtime.model.lean import import_torch
     from ralbuild.runtime.model.spec import read_spec
 
     plain = _model_config(checked)
     _require_memory(checked)
     spec = read_spec(plain)
+    if not isinstance(spec, str):
+        import_torch()
     from ralbuild.runtime.model.weights import (
         DTYPES,
         load_decoder,

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 MANY_ROWS = 8
-_PACKED_ROWS = 16
-"""Rows that oneDNN lays the matrix out for; other counts use the same layout."""
+_PACKED_ROWS = 4
+"""Rows that oneDNN lays the matrix out for; other counts use the same layout. Of 1, 4, 8, 16 and 64 this one
+is near the best for every count from 1 to 39."""
 
 
 class Product:
