@@ -28,7 +28,7 @@ from ralbuild.contract import places
 from ralbuild.pipeline import BuildRequest, compile_model
 from ralbuild.report import LineReport
 
-TOKENS = 64
+PARTS = ("start", "speed", "rules", "ways")
 SERVED = "bench"
 WORDS = ("risk", "market", "bank", "loan", "the", "and", "garden", "history", "number", "company")
 """Terms that do occur; further ones are made up and only fill the table."""
@@ -71,11 +71,12 @@ def lay_out(model: Path, folder: Path, rules: int) -> Path:
 class Bench:
     """The parts of one run; every part closes the servers that it starts."""
 
-    def __init__(self, model: Path, peer: str, folder: Path, rounds: int) -> None:
+    def __init__(self, model: Path, peer: str, folder: Path, rounds: int, tokens: int) -> None:
         self.model = model
         self.peer = peer
         self.folder = folder
         self.rounds = rounds
+        self.tokens = tokens
         self.roots = {count: lay_out(model, folder / f"rules-{count}", count) for count in (0, 10, 1000)}
         self._threads = str(len(os.sched_getaffinity(0)))
 
@@ -122,7 +123,7 @@ class Bench:
                     for name, server in servers.items():
                         if name == "float32" and clients == 8:
                             continue  # serves one after another, as bfloat16 does
-                        out[name][clients].append(server.ask_together(clients, TOKENS))
+                        out[name][clients].append(server.ask_together(clients, self.tokens))
         return out
 
     def ways(self) -> dict[str, dict[str, float]]:
@@ -144,7 +145,7 @@ class Bench:
             for _ in range(2 * self.rounds):
                 for name, server in servers.items():
                     before = direct.cpu_seconds()
-                    rounds[name].append(server.ask_together(8, TOKENS))
+                    rounds[name].append(server.ask_together(8, self.tokens))
                     cpu[name] += rounds[name][-1].cpu
                     cpu[name] += direct.cpu_seconds() - before if name == "middleware" else 0
             memory = {name: server.peak_mb() for name, server in servers.items()}
@@ -192,40 +193,49 @@ def summary(found: dict[str, dict[int, list[Round]]]) -> dict[str, dict[str, flo
     }
 
 
-def result(bench: Bench) -> dict[str, Any]:
-    """Run everything; ratios above 1 mean that ours is the better one, but for `folded_share`."""
-    begin = time.monotonic()
+def start_part(bench: Bench) -> dict[str, Any]:
+    """Compare cold starts."""
     starts = bench.cold_starts()
-    table = summary(bench.speeds())
-    inner = bench.folded()
-    ways = bench.ways()
-
-    def best(clients: int) -> str:
-        names = [f"{mode}, {clients}" for mode in PEERS if f"{mode}, {clients}" in table]
-        return max(names, key=lambda name: table[name]["tokens_s"])
-
-    ratios = {
-        f"batch{n}_ratio": table[f"ralbuild, {n}"]["tokens_s"] / table[best(n)]["tokens_s"] for n in (1, 8)
-    }
-    cpus = {
-        f"batch{n}_cpu_ratio": table[best(n)]["cpu_ms"] / table[f"ralbuild, {n}"]["cpu_ms"] for n in (1, 8)
-    }
-    bare = starts["transformers serve, no bytecode"]
     return {
+        "cold_start_ratio": starts["transformers serve"] / starts["ralbuild"],
+        "cold_start_bare_ratio": starts["transformers serve, no bytecode"] / starts["ralbuild"],
+        "cold_start": starts,
+    }
+
+
+def speed_part(bench: Bench) -> dict[str, Any]:
+    """Compare with the other's fastest mode, for one client and for eight."""
+    table = summary(bench.speeds())
+    out: dict[str, Any] = {}
+    for clients in (1, 8):
+        names = [f"{mode}, {clients}" for mode in PEERS if f"{mode}, {clients}" in table]
+        best = max(names, key=lambda name: table[name]["tokens_s"])
+        ours, theirs = table[f"ralbuild, {clients}"], table[best]
+        out[f"batch{clients}_ratio"] = ours["tokens_s"] / theirs["tokens_s"]
+        out[f"batch{clients}_cpu_ratio"] = theirs["cpu_ms"] / ours["cpu_ms"]
+        out[f"batch{clients}_first_ratio"] = theirs["first_s"] / ours["first_s"]
+        out[f"batch{clients}_best_peer"] = best.rpartition(",")[0]
+    return out | {"speed": table}
+
+
+def result(bench: Bench, parts: list[str]) -> dict[str, Any]:
+    """Run the parts; ratios above 1 mean that ours is the better one."""
+    out: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "load": os.getloadavg()[0],
-        "seconds": time.monotonic() - begin,
-        "cold_start_ratio": starts["transformers serve"] / starts["ralbuild"],
-        "cold_start_bare_ratio": bare / starts["ralbuild"],
-        **ratios,
-        **cpus,
-        "first_token_ratio": table[best(8)]["first_s"] / table["ralbuild, 8"]["first_s"],
-        **inner,
-        "best_peer": {str(n): best(n) for n in (1, 8)},
-        "cold_start": starts,
-        "speed": table,
-        "ways": ways,
+        "tokens": bench.tokens,
     }
+    work: dict[str, Callable[[], dict[str, Any]]] = {
+        "start": lambda: start_part(bench),
+        "speed": lambda: speed_part(bench),
+        "rules": bench.folded,
+        "ways": lambda: {"ways": bench.ways()},
+    }
+    for part in parts:
+        begin = time.monotonic()
+        out |= work[part]()
+        print(f"{part}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    return out
 
 
 def show(found: dict[str, Any]) -> None:
@@ -248,9 +258,15 @@ def main() -> int:
     parser.add_argument("--peer-python", default=sys.executable, help="Python with transformers[serving]")
     parser.add_argument("--quick", action="store_true", help="one round of each: about 3 minutes")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens an answer; default: %(default)s")
     options = parser.parse_args()
+    parts = options.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    rounds = 1 if options.quick else 5
     with tempfile.TemporaryDirectory(prefix="ralbuild-bench-") as name:
-        found = result(Bench(options.model, options.peer_python, Path(name), 1 if options.quick else 5))
+        found = result(Bench(options.model, options.peer_python, Path(name), rounds, options.tokens), parts)
     show(found)
     if options.json:
         print(json.dumps(found))

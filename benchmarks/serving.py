@@ -82,7 +82,7 @@ class Server:
             try:
                 return begin - self.began + self.ask(QUESTIONS[0], tokens).first
             except (OSError, http.client.HTTPException):
-                time.sleep(0.02)
+                time.sleep(0.05)
         raise SystemExit(f"the server ended:\n{self._path.read_text()[-2000:]}")
 
     def ask(self, question: str, tokens: int) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ import pytest
 import torch
 from runtime_fixtures import Image, Rules, make_image, make_model, token_bytes
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ralbuild.contract.bundle import Engine
 from ralbuild.runtime.errors import ModelMismatchError
 from ralbuild.runtime.model.cache import BUCKET, capacity_for
+from ralbuild.runtime.model.decoder import frequencies
 from ralbuild.runtime.model.families import import_family
 from ralbuild.runtime.model.graph import DecodeGraph, Lane
-from ralbuild.runtime.model.linear import MANY_ROWS, widen_linears
+from ralbuild.runtime.model.linear import MANY_ROWS, Product, widen_linears
 from ralbuild.runtime.model.spec import DecoderSpec, read_spec
 from ralbuild.runtime.model.weights import LoadedModel, load_decoder, load_module, read_weights
 from ralbuild.runtime.preflight import check_files
@@ -132,9 +134,103 @@ def test_float32_tokens_equal_transformers_alone_and_in_mixed_batches(family: Pa
     assert graph.cache.held_bytes() == 0
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_llama_3_positions_turn_as_transformers_turns_them(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", head_dim=64, rope_parameters=LLAMA3)
+    spec = read_spec(json.loads((folder / "config.json").read_text()))
+    assert isinstance(spec, DecoderSpec)
+    rotary = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
+    assert torch.equal(frequencies(spec.rope, spec.dim), rotary.inv_freq)
+    assert len(set((rotary.inv_freq * 500000 ** (torch.arange(0, 64, 2) / 64)).tolist())) > 3
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "reason"),
+    [
+        ("gpt2", {}, "no decoder for 'gpt2'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "'yarn'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": "8"}}, "rope parameters"),
+        ("phi3", {"partial_rotary_factor": 0.5}, "rotary positions"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding windows by layer"),
+        ("gemma", {"use_bidirectional_attention": True}, "unusual attention"),
+        ("llama", {"hidden_act": "relu"}, "activation 'relu'"),
+        ("llama", {"logit_scale": 2.0}, "unknown key 'logit_scale'"),
+        ("llama", {"hidden_size": "64"}, "a size is missing"),
+    ],
+)
+def test_what_our_decoder_does_not_know_it_leaves_to_transformers(
+    family: str, change: dict[str, Any], reason: str
+) -> None:
+    config = AutoConfig.for_model(family).to_diff_dict()
+    found = read_spec(config | change)
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_a_configuration_left_to_transformers_gives_the_same_tokens(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    folder = make_model(tmp_path / "model", rope_parameters=yarn)
+    graph = open_graph(make_image(tmp_path / "root", folder), "transformers")
+    assert decode_together(graph, PROMPTS[:3], 20) == by_transformers(folder, PROMPTS[:3], 20)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_request_alone_gives_the_same_text_every_time(llama: Path, tmp_path: Path, dtype: str) -> None:
+    graph = open_graph(make_image(tmp_path / "root", llama, engine=Engine(8, 512, dtype)))
+    texts = [decode_together(graph, [PROMPTS[1]], 40) for _ in range(3)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_seed_gives_the_same_sample_whatever_else_comes_and_goes(llama: Path, tmp_path: Path) -> None:
+    graph = open_graph(make_image(tmp_path / "root", llama))
+    chance = random.Random(3)
+    draws = [Draw(1.5, chance.choice([1.0, 0.8]), chance.getrandbits(64)) for _ in range(12)]
+    prompts = [[chance.randrange(3, 400) for _ in range(chance.randrange(1, 90))] for _ in draws]
+    counts = [chance.randrange(1, 60) for _ in draws]
+
+    def start(number: int) -> Lane:
+        lane = graph.open(graph.patch.open(0, draws[number]), len(prompts[number]))
+        graph.read(lane, prompts[number], last=True)
+        return lane
+
+    def alone(number: int) -> list[int]:
+        lane, out = start(number), []
+        while len(out) < counts[number]:
+            out.append(lane.slot.token)
+            graph.step([lane])
+        graph.close(lane)
+        return out
+
+    expected = [alone(number) for number in range(len(draws))]
+    waiting, lanes = list(range(len(draws))), {}
+    found: list[list[int]] = [[] for _ in draws]
+    while waiting or lanes:
+        while waiting and chance.random() < 0.4:
+            number = waiting.pop(chance.randrange(len(waiting)))
+            lanes[number] = start(number)
+        for number in list(lanes):
+            found[number].append(lanes[number].slot.token)
+            if len(found[number]) == counts[number]:
+                graph.close(lanes.pop(number))
+        if lanes:
+            graph.step(chance.sample(list(lanes.values()), len(lanes)))
+    assert found == expected
+    assert graph.cache.held_bytes() == 0
 
 
 def test_the_cache_takes_memory_for_texts_not_for_slots(llama: Path, tmp_path: Path) -> None:
@@ -177,6 +273,16 @@ def test_products_in_float32_are_nearer_to_the_exact_ones_and_keep_the_dtype() -
     exact = rows.double() @ model[0].weight.double().T + model[0].bias.double()
     assert model(rows).dtype == torch.bfloat16
     assert (model(rows) - exact).abs().max() <= (narrow - exact).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_stacked_products_equal_separate_ones(dtype: torch.dtype, count: int) -> None:
+    layers = [nn.Linear(48, size).to(dtype) for size in (32, 16, 16)]
+    product = Product([x.weight for x in layers], [x.bias for x in layers], dtype=dtype)
+    rows = torch.randn(count, 48, dtype=dtype)
+    with torch.inference_mode():
+        torch.testing.assert_close(product(rows), torch.cat([layer(rows) for layer in layers], -1))
 
 
 def test_a_missing_tensor_is_an_error_that_names_it(llama: Path) -> None:

@@ -38,21 +38,25 @@ class Product:
         """Take [out, in] matrices of any dtype; ``widen`` is for bfloat16 without instructions for it."""
         self.outputs = sum(matrix.shape[0] for matrix in matrices)
         self._widen = widen
-        self._bias = torch.cat([bias.to(dtype) for bias in biases]) if biases else None
         self._packed = dtype == torch.float32 and packs()
+        self._biases: list[Tensor | None] = [bias.to(dtype) for bias in biases] or [None] * len(matrices)
         if self._packed:
             stacked = torch.cat([matrix.to(dtype) for matrix in matrices])
             self._matrices = [torch.ops.mkldnn._reorder_linear_weight(stacked, _PACKED_ROWS)]
+            self._biases = [torch.cat([bias.to(dtype) for bias in biases]) if biases else None]
         else:
             self._matrices = [matrix.to(dtype) for matrix in matrices]  # the mapped bytes, where dtypes agree
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return [n, out] for [n, in], in the dtype of ``rows``."""
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(rows, self._matrices[0], self._bias, "none", [], "")
-        parts = [_multiply(rows, matrix, None, widen=self._widen) for matrix in self._matrices]
-        out = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-        return out if self._bias is None else out + self._bias
+            packed, bias = self._matrices[0], self._biases[0]
+            return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+        parts = [
+            _multiply(rows, matrix, bias, widen=self._widen)
+            for matrix, bias in zip(self._matrices, self._biases, strict=True)
+        ]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 def packs() -> bool:

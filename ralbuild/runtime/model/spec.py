@@ -190,11 +190,11 @@ def _read_rope(plain: Mapping[str, Any]) -> Rope | str:
         return "rope parameters"
     kind = found.get("rope_type", found.get("type", "default"))
     theta = found.get("rope_theta", plain.get("rope_theta", 10000.0))
-    rotary = found.get("partial_rotary_factor", plain.get("partial_rotary_factor", 1.0))
+    parts = {found.get("partial_rotary_factor", 1.0), plain.get("partial_rotary_factor", 1.0)}
     numbers = [found.get(key) for key in _LLAMA3] if kind == "llama3" else [theta]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     known |= set(_LLAMA3) if kind == "llama3" else set()
-    if kind not in ("default", "llama3") or set(found) - known or rotary != 1.0:
+    if kind not in ("default", "llama3") or set(found) - known or parts != {1.0}:
         return f"rotary positions of kind {kind!r}"
     if not all(isinstance(number, int | float) and number for number in (*numbers, theta)):
         return "rope parameters"
