@@ -209,7 +209,7 @@ def test_a_seed_gives_the_same_sample_whatever_else_comes_and_goes(llama: Path, 
         return lane
 
     def alone(number: int) -> list[int]:
-        lane, out = start(number), []
+        lane, out = start(number), list[int]()
         while len(out) < counts[number]:
             out.append(lane.slot.token)
             graph.step([lane])
@@ -217,7 +217,7 @@ def test_a_seed_gives_the_same_sample_whatever_else_comes_and_goes(llama: Path, 
         return out
 
     expected = [alone(number) for number in range(len(draws))]
-    waiting, lanes = list(range(len(draws))), {}
+    waiting, lanes = list(range(len(draws))), dict[int, Lane]()
     found: list[list[int]] = [[] for _ in draws]
     while waiting or lanes:
         while waiting and chance.random() < 0.4:
