@@ -1,8 +1,8 @@
 """Matrix products on processors: packed float32, or bfloat16 straight from the mapped file.
 
-Float32 on x86 goes through oneDNN with the matrix packed once for its kernels: measured on AVX2 and
-two threads, a step of SmolLM2's products takes 36 ms instead of 59 for one text and 52 instead of 97
-for eight, because a lone row uses both threads and few rows need no repacking.
+Float32 on x86 goes through oneDNN with the matrix packed once for its kernels. Measured once on two quiet
+AVX2 cores, each count with a layout of its own: the layers' products of a step of SmolLM2 take 36 ms
+instead of 59 for one text and 52 instead of 97 for eight. On one busy core a lone row is slower packed.
 
 A processor without bfloat16 instructions converts every element inside the product: from about 8 rows
 on it is faster to convert the matrix once and multiply in float32, five times so for a prompt of 128
@@ -20,8 +20,8 @@ from torch.nn.functional import linear
 
 MANY_ROWS = 8
 _PACKED_ROWS = 4
-"""Rows that oneDNN lays the matrix out for; other counts use the same layout. Of 1, 4, 8, 16 and 64 this one
-is near the best for every count from 1 to 39."""
+"""Rows that oneDNN lays the matrix out for; other counts use the same layout. Chosen against 16 on a busy
+machine, where 39 rows took a quarter less and fewer rows about the same; worth measuring again."""
 
 
 class Product:
