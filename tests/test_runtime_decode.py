@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ import torch
 from runtime_fixtures import Image, Rules, make_image, make_model, token_bytes
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ralbuild.contract.bundle import Engine
 from ralbuild.runtime.errors import ModelMismatchError
 from ralbuild.runtime.model.cache import BUCKET, capacity_for
-from ralbuild.runtime.model.families import empty_model, import_family
+from ralbuild.runtime.model.decoder import frequencies
+from ralbuild.runtime.model.families import import_family
 from ralbuild.runtime.model.graph import DecodeGraph, Lane
-from ralbuild.runtime.model.linear import MANY_ROWS, widen_linears
-from ralbuild.runtime.model.weights import fill_model, read_weights
+from ralbuild.runtime.model.linear import MANY_ROWS, Product, widen_linears
+from ralbuild.runtime.model.spec import DecoderSpec, read_spec
+from ralbuild.runtime.model.weights import LoadedModel, load_decoder, load_module, read_weights
 from ralbuild.runtime.preflight import check_files
 from ralbuild.runtime.sampler import Draw
 from ralbuild.runtime.settings import Settings
@@ -49,13 +52,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def open_graph(image: Image) -> DecodeGraph:
+def load(plain: dict[str, Any], state: dict[str, torch.Tensor], code: str, dtype: torch.dtype) -> LoadedModel:
+    """Load as `boot` does; ``code`` says whose forward pass: ours, or transformers'."""
+    spec = read_spec(plain)
+    if code == "ours":
+        assert isinstance(spec, DecoderSpec), spec
+        return load_decoder(spec, state, dtype, widen=True, progress=lambda _done, _total: None)
+    return load_module(*import_family(plain["model_type"]), plain, state, dtype, widen=True)
+
+
+def open_graph(image: Image, code: str = "ours") -> DecodeGraph:
     """Load an image's model and patch, as `boot` does."""
     checked = check_files(Settings(root=str(image.root)))
     plain = json.loads(checked.files["config.json"])
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[checked.bundle.engine.dtype]
-    model = empty_model(*import_family(checked.manifest.model_type), plain)
-    loaded = fill_model(model, read_weights(checked.weights, dtype, lambda _done, _total: None), dtype)
+    loaded = load(plain, read_weights(checked.weights), code, dtype)
     patch = link_patch(checked.bundle, checked.manifest, read_tables(checked.bundle, checked.objects))
     return DecodeGraph(loaded, patch, checked.bundle.engine.max_seq_len)
 
@@ -107,8 +118,15 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_model(tmp_path_factory.mktemp(request.param) / "model", name, **FAMILIES[request.param])
 
 
+def code_of(family: Path) -> str:
+    """Which code a family is served by: docs/runtime.md has the same table."""
+    return (
+        "transformers" if json.loads((family / "config.json").read_text())["model_type"] == "gpt2" else "ours"
+    )
+
+
 def test_float32_tokens_equal_transformers_alone_and_in_mixed_batches(family: Path, tmp_path: Path) -> None:
-    graph = open_graph(make_image(tmp_path / "root", family))
+    graph = open_graph(make_image(tmp_path / "root", family), code_of(family))
     expected = by_transformers(family, PROMPTS, 80)
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     assert [decode_together(graph, [prompt], 80)[0] for prompt in PROMPTS] == expected
@@ -117,9 +135,103 @@ def test_float32_tokens_equal_transformers_alone_and_in_mixed_batches(family: Pa
     assert graph.cache.held_bytes() == 0
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_llama_3_positions_turn_as_transformers_turns_them(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", head_dim=64, rope_parameters=LLAMA3)
+    spec = read_spec(json.loads((folder / "config.json").read_text()))
+    assert isinstance(spec, DecoderSpec)
+    rotary = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
+    assert torch.equal(frequencies(spec.rope, spec.dim), rotary.inv_freq)
+    assert len(set((rotary.inv_freq * 500000 ** (torch.arange(0, 64, 2) / 64)).tolist())) > 3
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "reason"),
+    [
+        ("gpt2", {}, "no decoder for 'gpt2'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "'yarn'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": "8"}}, "rope parameters"),
+        ("phi3", {"partial_rotary_factor": 0.5}, "rotary positions"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding windows by layer"),
+        ("gemma", {"use_bidirectional_attention": True}, "unusual attention"),
+        ("llama", {"hidden_act": "relu"}, "activation 'relu'"),
+        ("llama", {"logit_scale": 2.0}, "unknown key 'logit_scale'"),
+        ("llama", {"hidden_size": "64"}, "a size is missing"),
+    ],
+)
+def test_what_our_decoder_does_not_know_it_leaves_to_transformers(
+    family: str, change: dict[str, Any], reason: str
+) -> None:
+    config = AutoConfig.for_model(family).to_diff_dict()
+    found = read_spec(config | change)
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_a_configuration_left_to_transformers_gives_the_same_tokens(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    folder = make_model(tmp_path / "model", rope_parameters=yarn)
+    graph = open_graph(make_image(tmp_path / "root", folder), "transformers")
+    assert decode_together(graph, PROMPTS[:3], 20) == by_transformers(folder, PROMPTS[:3], 20)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_request_alone_gives_the_same_text_every_time(llama: Path, tmp_path: Path, dtype: str) -> None:
+    graph = open_graph(make_image(tmp_path / "root", llama, engine=Engine(8, 512, dtype)))
+    texts = [decode_together(graph, [PROMPTS[1]], 40) for _ in range(3)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_seed_gives_the_same_sample_whatever_else_comes_and_goes(llama: Path, tmp_path: Path) -> None:
+    graph = open_graph(make_image(tmp_path / "root", llama))
+    chance = random.Random(3)
+    draws = [Draw(1.5, chance.choice([1.0, 0.8]), chance.getrandbits(64)) for _ in range(12)]
+    prompts = [[chance.randrange(3, 400) for _ in range(chance.randrange(1, 90))] for _ in draws]
+    counts = [chance.randrange(1, 60) for _ in draws]
+
+    def start(number: int) -> Lane:
+        lane = graph.open(graph.patch.open(0, draws[number]), len(prompts[number]))
+        graph.read(lane, prompts[number], last=True)
+        return lane
+
+    def alone(number: int) -> list[int]:
+        lane, out = start(number), list[int]()
+        while len(out) < counts[number]:
+            out.append(lane.slot.token)
+            graph.step([lane])
+        graph.close(lane)
+        return out
+
+    expected = [alone(number) for number in range(len(draws))]
+    waiting, lanes = list(range(len(draws))), dict[int, Lane]()
+    found: list[list[int]] = [[] for _ in draws]
+    while waiting or lanes:
+        while waiting and chance.random() < 0.4:
+            number = waiting.pop(chance.randrange(len(waiting)))
+            lanes[number] = start(number)
+        for number in list(lanes):
+            found[number].append(lanes[number].slot.token)
+            if len(found[number]) == counts[number]:
+                graph.close(lanes.pop(number))
+        if lanes:
+            graph.step(chance.sample(list(lanes.values()), len(lanes)))
+    assert found == expected
+    assert graph.cache.held_bytes() == 0
 
 
 def test_the_cache_takes_memory_for_texts_not_for_slots(llama: Path, tmp_path: Path) -> None:
@@ -147,7 +259,7 @@ def test_bfloat16_logits_stay_near_float32(llama: Path, tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         graph = open_graph(make_image(tmp_path / dtype, llama, engine=Engine(8, 512, dtype)))
         rows: list[Any] = []
-        graph.patch.run = lambda found, _slots, rows=rows: rows.append(found.copy())  # type: ignore[method-assign]
+        graph.patch.run = lambda found, _slots, rows=rows: rows.append(found.copy())  # type: ignore[method-assign,misc]
         graph.read(graph.open(graph.patch.open(0, Draw()), len(prompt)), prompt, last=True)
         logits.append(rows[0][0])
     assert abs(logits[0] - logits[1]).max() < 0.05 * abs(logits[0]).max()
@@ -162,6 +274,16 @@ def test_products_in_float32_are_nearer_to_the_exact_ones_and_keep_the_dtype() -
     exact = rows.double() @ model[0].weight.double().T + model[0].bias.double()
     assert model(rows).dtype == torch.bfloat16
     assert (model(rows) - exact).abs().max() <= (narrow - exact).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_stacked_products_equal_separate_ones(dtype: torch.dtype, count: int) -> None:
+    layers = [nn.Linear(48, size).to(dtype) for size in (32, 16, 16)]
+    product = Product([x.weight for x in layers], [x.bias for x in layers], dtype=dtype)
+    rows = torch.randn(count, 48, dtype=dtype)
+    with torch.inference_mode():
+        torch.testing.assert_close(product(rows), torch.cat([layer(rows) for layer in layers], -1))
 
 
 def test_a_missing_tensor_is_an_error_that_names_it(llama: Path) -> None:
@@ -187,17 +309,15 @@ def test_computed_tensors_of_old_files_are_ignored_whatever_their_type(tmp_path:
     state["h.1.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     state["h.0.attn.masked_bias"] = torch.tensor(-1e9)
     save_file(state, path)
-    read = read_weights((path,), torch.float32, lambda _done, _total: None)
+    read = read_weights((path,))
     assert set(read) == set(state) - {"h.0.attn.bias", "h.1.attn.bias", "h.0.attn.masked_bias"}
-    plain = json.loads((folder / "config.json").read_text())
-    fill_model(empty_model(*import_family("gpt2"), plain), read, torch.float32)
+    load(json.loads((folder / "config.json").read_text()), read, "transformers", torch.float32)
 
 
-def _load_with(folder: Path, change: Any) -> None:
-    plain = json.loads((folder / "config.json").read_text())
-    state = read_weights((folder / "model.safetensors",), torch.float32, lambda _done, _total: None)
+def _load_with(folder: Path, change: Any, code: str = "ours") -> None:
+    state = read_weights((folder / "model.safetensors",))
     change(state)
-    fill_model(empty_model(*import_family("llama"), plain), state, torch.float32)
+    load(json.loads((folder / "config.json").read_text()), state, code, torch.float32)
 
 
 def test_a_tied_head_that_differs_is_refused_and_an_equal_one_is_dropped(tmp_path: Path) -> None:
@@ -216,7 +336,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelMismatchError, match="not a safetensors file"):
-        read_weights((tmp_path / "model.safetensors",), torch.float32, lambda _done, _total: None)
+        read_weights((tmp_path / "model.safetensors",))
 
 
 def real_model() -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -188,6 +190,18 @@ def test_the_start_line_names_graph_and_bundle_and_the_self_test_passes(model: P
         before, _, bundle = line.partition(" bundle=")
         assert bundle == f"sha256:{image.digest}"
         assert int(before.partition("Z RAL patch applied to graph_id=0x")[2], 16) > 0
+
+
+def test_a_llama_starts_without_transformers_and_without_torchs_shape_rules() -> None:
+    code = (
+        "import sys; from ralbuild.runtime.model.lean import META_KERNELS, import_torch; import_torch()\n"
+        "import ralbuild.runtime.engine, ralbuild.runtime.model.weights, ralbuild.runtime.model.graph\n"
+        "print(*sorted({'transformers', 'sympy', 'torch._dynamo', META_KERNELS} & set(sys.modules)))\n"
+        "import importlib; importlib.import_module(META_KERNELS); import torch\n"
+        "print(torch.nn.Linear(4, 3, device='meta')(torch.empty(2, 4, device='meta')).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\ntorch.Size([2, 3])\n"
 
 
 def test_limits_of_the_control_group_are_kept(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
     with ThreadPoolExecutor(3) as pool:
         text = pool.submit(_load_text, checked)
         hashed = pool.submit(hash_weights, checked) if full else None
-        model = _load_model(settings, lifecycle, checked, pool, text)
+        model = _load_model(settings, lifecycle, checked, text)
         if hashed is not None:
             hashed.result()
     parts = text.result()
@@ -121,29 +121,45 @@ def _load_text(checked: Checked) -> _TextParts:
     return _TextParts(patch, Tokenizer(checked.files["tokenizer.json"]), template)
 
 
-def _load_model(
-    settings: Settings, lifecycle: Lifecycle, checked: Checked, pool: ThreadPoolExecutor, text: Future[Any]
-) -> LoadedModel:
-    """Import torch, then read the weights in a thread while the model's code is imported."""
+def _load_model(settings: Settings, lifecycle: Lifecycle, checked: Checked, text: Future[Any]) -> LoadedModel:
+    """Import torch, then map the weights into our own decoder, or into transformers' model."""
+    from ralbuild.runtime.model.lean import import_torch
+    from ralbuild.runtime.model.spec import read_spec
+
     plain = _model_config(checked)
     _require_memory(checked)
-    from ralbuild.runtime.model.families import empty_model, import_family
-    from ralbuild.runtime.model.linear import widen_linears
-    from ralbuild.runtime.model.weights import DTYPES, fill_model, prepare_torch, read_weights
+    spec = read_spec(plain)
+    if not isinstance(spec, str):
+        import_torch()
+    from ralbuild.runtime.model.weights import (
+        DTYPES,
+        load_decoder,
+        load_module,
+        prepare_torch,
+        read_weights,
+    )
 
     text.result()  # a bundle that cannot run is refused before the weights are read
     threads = settings.threads or usable_cpus()
     prepare_torch(threads)
-    dtype = DTYPES[checked.bundle.engine.dtype]
-    weights = pool.submit(read_weights, checked.weights, dtype, lifecycle.progress)
-    config_class, model_class = import_family(checked.manifest.model_type)
-    model = empty_model(config_class, model_class, plain)
-    lifecycle.enter("load")
-    loaded = fill_model(model, weights.result(), dtype)
-    if checked.bundle.engine.dtype == "bfloat16" and not has_bfloat16():
-        widen_linears(loaded.module)
+    name = checked.bundle.engine.dtype
+    dtype, widen = DTYPES[name], name == "bfloat16" and not has_bfloat16()
+    weights = read_weights(checked.weights)
+    if isinstance(spec, str):
+        from ralbuild.runtime.model.families import import_family
+
+        classes = import_family(checked.manifest.model_type)
+        lifecycle.enter("load")
+        loaded = load_module(*classes, plain, weights, dtype, widen=widen)
+    else:
+        lifecycle.enter("load")
+        loaded = load_decoder(spec, weights, dtype, widen=widen, progress=lifecycle.progress)
     log_event(
-        "loaded", dtype=checked.bundle.engine.dtype, parameters=checked.manifest.parameters, threads=threads
+        "loaded",
+        dtype=name,
+        parameters=checked.manifest.parameters,
+        threads=threads,
+        code=f"transformers ({spec})" if isinstance(spec, str) else "ralbuild",
     )
     return loaded
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 BUCKET = 64
-"""Attended lengths are rounded up to a multiple of this; also the smallest capacity."""
+"""The smallest capacity, in positions."""
 SPARE = 4
 """A full pool grows by a row for every so many that it has."""
 
@@ -45,19 +45,18 @@ def capacity_for(positions: int, most: int) -> int:
 
 
 class Pool:
-    """Rows of one capacity: ``keys[layer]`` and ``values[layer]`` are [rows, heads, capacity, dim]."""
+    """Rows of one capacity: ``layers[n]`` is [rows, 2 * heads, capacity, dim], keys before values."""
 
     def __init__(self, shape: KvShape, capacity: int) -> None:
         self.shape = shape
         self.capacity = capacity
         self.seats: list[Seat] = []
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.layers: list[Tensor] = []
 
     @property
     def rows(self) -> int:
         """Rows that memory is held for."""
-        return self.keys[0].shape[0] if self.keys else 0
+        return self.layers[0].shape[0] if self.layers else 0
 
     def append(self, seat: Seat) -> int:
         """Give ``seat`` the next row."""
@@ -71,25 +70,21 @@ class Pool:
         """Free a row; the last one moves into its place."""
         last = self.seats.pop()
         if last.row != row:
-            for tensor in (*self.keys, *self.values):
+            for tensor in self.layers:
                 tensor[row, :, : last.length] = tensor[last.row, :, : last.length]
             self.seats[row] = last
             last.row = row
         if not self.seats:
-            self.keys, self.values = [], []
+            self.layers = []
 
     def _resize(self, rows: int) -> None:
         used = len(self.seats)
-        size = (rows, self.shape.heads, self.capacity, self.shape.dim)
-        for tensors in (self.keys, self.values):
-            for layer in range(self.shape.layers):
-                # Zeros, for attention multiplies masked positions by 0, and 0 times a leftover NaN is NaN.
-                grown = torch.zeros(size, dtype=self.shape.dtype)
-                if used:
-                    grown[:used] = tensors[layer]
-                    tensors[layer] = grown
-                else:
-                    tensors.append(grown)
+        size = (rows, 2 * self.shape.heads, self.capacity, self.shape.dim)
+        # Zeros, for attention multiplies masked positions by 0, and 0 times a leftover NaN is NaN.
+        grown = [torch.zeros(size, dtype=self.shape.dtype) for _ in range(self.shape.layers)]
+        for new, old in zip(grown, self.layers, strict=False):
+            new[:used] = old
+        self.layers = grown
 
 
 class Seat:
@@ -144,11 +139,8 @@ class SlotCache:
         pool = self._pools.setdefault(capacity, Pool(self.shape, capacity))
         moved = Seat(pool)
         moved.length = seat.length
-        for layer in range(self.shape.layers):
-            pool.keys[layer][moved.row, :, : seat.length] = seat.pool.keys[layer][seat.row, :, : seat.length]
-            pool.values[layer][moved.row, :, : seat.length] = seat.pool.values[layer][
-                seat.row, :, : seat.length
-            ]
+        for new, old in zip(pool.layers, seat.pool.layers, strict=True):
+            new[moved.row, :, : seat.length] = old[seat.row, :, : seat.length]
         return moved
 
 
@@ -166,22 +158,26 @@ class PromptView:
         return self._begin
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Store [1, heads, count, dim] at the next positions; attention gets this view back."""
-        pool, row = self._seat.pool, self._seat.row
-        pool.keys[layer][row, :, self._begin : self._end] = keys[0]
-        pool.values[layer][row, :, self._begin : self._end] = values[0]
+        """Store [batch, heads, count, dim] each, as transformers calls it; attention gets this view."""
+        self.store(layer, torch.cat((keys, values), 1).transpose(1, 2))
         return self, layer
 
+    def store(self, layer: int, pairs: Tensor) -> None:
+        """Store [1, count, 2 * heads, dim]."""
+        place = self._seat.pool.layers[layer][self._seat.row]
+        place[:, self._begin : self._end] = pairs[0].transpose(0, 1)
+
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return [1, count, query heads, dim]."""
+        """Return [1, count, query heads, dim] for queries [1, query heads, count, dim]."""
         pool, row = self._seat.pool, self._seat.row
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         mask = self._masks[window]
+        seen = pool.layers[layer][row : row + 1, :, : self._end]
         out = scaled_dot_product_attention(
             query,
-            pool.keys[layer][row : row + 1, :, : self._end],
-            pool.values[layer][row : row + 1, :, : self._end],
+            seen[:, : pool.shape.heads],
+            seen[:, pool.shape.heads :],
             attn_mask=mask,
             is_causal=mask is None and query.shape[2] > 1,
             scale=scale,
@@ -203,7 +199,7 @@ class PromptView:
 class _Group:
     """The rows of one pool in one step: queries ``begin`` to ``end`` of the batch."""
 
-    __slots__ = ("begin", "bucket", "end", "masks", "pool", "positions", "rows")
+    __slots__ = ("begin", "end", "longest", "masks", "places", "pool", "positions")
 
     def __init__(self, pool: Pool, begin: int) -> None:
         lengths = [seat.length for seat in pool.seats]
@@ -211,19 +207,22 @@ class _Group:
         self.begin = begin
         self.end = begin + len(lengths)
         self.positions = torch.tensor(lengths)
-        self.rows = torch.arange(len(lengths))
-        self.bucket = min(-(-(max(lengths) + 1) // BUCKET) * BUCKET, pool.capacity)
-        self.masks: dict[int | None, Tensor] = {}
+        self.longest = max(lengths) + 1
+        # Where each head's new vector goes when a layer is seen as one list of vectors.
+        heads = torch.arange(len(lengths) * 2 * pool.shape.heads).view(len(lengths), -1)
+        self.places = (heads * pool.capacity + self.positions[:, None]).view(-1)
+        self.masks: dict[int | None, Tensor | None] = {}
 
-    def mask(self, window: int | None) -> Tensor:
-        """Return [rows, 1, 1, bucket], True where a row may look."""
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Return [rows, 1, 1, longest], minus infinity where a row may not look; None when all see all."""
         if window not in self.masks:
             at = self.positions[:, None, None, None]
-            seen = torch.arange(self.bucket)[None, None, None, :]
-            mask = seen <= at
+            seen = torch.arange(self.longest)[None, None, None, :]
+            hidden = seen > at
             if window is not None:
-                mask &= seen > at - window
-            self.masks[window] = mask
+                hidden |= seen <= at - window
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            self.masks[window] = mask if bool(hidden.any()) else None
         return self.masks[window]
 
 
@@ -245,24 +244,29 @@ class StepView:
         return 0
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Store [batch, heads, 1, dim], each row at its own position."""
-        for group in self._groups:
-            part = slice(group.begin, group.end)
-            group.pool.keys[layer][group.rows, :, group.positions] = keys[part, :, 0]
-            group.pool.values[layer][group.rows, :, group.positions] = values[part, :, 0]
+        """Store [batch, heads, count, dim] each, as transformers calls it; attention gets this view."""
+        self.store(layer, torch.cat((keys, values), 1).transpose(1, 2))
         return self, layer
 
+    def store(self, layer: int, pairs: Tensor) -> None:
+        """Store [batch, 1, 2 * heads, dim], each row at its own position."""
+        for group in self._groups:
+            dim = group.pool.shape.dim
+            vectors = group.pool.layers[layer].view(-1, dim)
+            vectors.index_copy_(0, group.places, pairs[group.begin : group.end].reshape(-1, dim))
+
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return [batch, 1, query heads, dim]."""
+        """Return [batch, 1, query heads, dim] for queries [batch, query heads, 1, dim]."""
         outs = []
         for group in self._groups:
             shape, count = group.pool.shape, group.end - group.begin
+            seen = group.pool.layers[layer][:count, :, : group.longest]
             out = scaled_dot_product_attention(
                 # All query heads of one key/value head see the same keys: they stand in for query positions.
                 query[group.begin : group.end].reshape(count, shape.heads, -1, shape.dim),
-                group.pool.keys[layer][:count, :, : group.bucket],
-                group.pool.values[layer][:count, :, : group.bucket],
-                attn_mask=group.mask(window),
+                seen[:, : shape.heads],
+                seen[:, shape.heads :],
+                attn_mask=group.mask(window, query.dtype),
                 scale=scale,
             )
             outs.append(out.reshape(count, 1, -1, shape.dim))

@@ -1,4 +1,4 @@
-"""Hugging Face `transformers` model code, chosen by ``model_type`` from a closed table. The only door to it.
+"""Hugging Face `transformers` model code, for what our own decoder does not run. The only door to it.
 
 Nothing of the model folder is executed and no Auto class is used: the configuration is JSON that we
 parsed, the classes are named here, and attention runs over our own cache.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,6 +62,16 @@ def empty_model(config_class: type[Any], model_class: type[Any], plain: dict[str
             f"does not make a {model_class.__name__}: {error}", place="config.json"
         ) from None
     return model.eval()
+
+
+def run_module(model: Any) -> Callable[[Tensor, Tensor, PromptView | StepView], Tensor]:
+    """Return the forward pass of ``model`` as the decode graph calls it."""
+
+    def logits(tokens: Tensor, positions: Tensor, view: PromptView | StepView) -> Tensor:
+        out = model(input_ids=tokens, position_ids=positions, cache=view, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].float()
+
+    return logits
 
 
 def kv_shape(model: Any, dtype: torch.dtype) -> KvShape:

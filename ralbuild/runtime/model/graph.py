@@ -27,7 +27,7 @@ class DecodeGraph:
     """Everything that one decode step runs. Not safe for threads: the engine's thread owns it."""
 
     def __init__(self, model: LoadedModel, patch: Patch, max_positions: int) -> None:
-        self._module = model.module
+        self._logits = model.logits
         self.patch = patch
         self.cache = SlotCache(model.shape, max_positions)
 
@@ -75,8 +75,5 @@ class DecodeGraph:
 
     def _forward(self, tokens: Tensor, positions: Tensor, view: Any) -> Logits:
         with torch.inference_mode():
-            out = self._module(
-                input_ids=tokens, position_ids=positions, cache=view, use_cache=True, logits_to_keep=1
-            )
-            logits: Logits = out.logits[:, -1].float().numpy()
+            logits: Logits = self._logits(tokens, positions, view).numpy()
         return logits

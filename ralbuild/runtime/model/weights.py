@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import safetensors
 import torch
 from torch import Tensor
 
 from ralbuild.runtime.errors import ModelMismatchError, OutOfMemoryError
-from ralbuild.runtime.model.cache import KvShape
-from ralbuild.runtime.model.families import kv_shape, tied_names
+from ralbuild.runtime.model.cache import KvShape, PromptView, StepView
+from ralbuild.runtime.model.decoder import EMBEDDING, HEAD, Decoder, expected_shapes
+from ralbuild.runtime.model.linear import widen_linears
+from ralbuild.runtime.model.spec import DecoderSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _BENIGN = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 """Tensors that old files carry and that are computed, not loaded."""
+
+
+Forward: TypeAlias = Callable[[Tensor, Tensor, PromptView | StepView], Tensor]
+"""Tokens [B, T], their positions [B, T] and the cache to float32 logits [B, V] after the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +33,12 @@ class LoadedModel:
     """A model ready to decode.
 
     Attributes:
-        module: the transformers model.
+        logits: the forward pass.
         shape: what a cached position costs.
-        vocab_size: V, columns of a logits row.
     """
 
-    module: Any
+    logits: Forward
     shape: KvShape
-    vocab_size: int
 
 
 def prepare_torch(threads: int) -> None:
@@ -42,21 +47,16 @@ def prepare_torch(threads: int) -> None:
     torch.set_grad_enabled(False)
 
 
-def read_weights(
-    paths: tuple[Path, ...], dtype: torch.dtype, progress: Callable[[int, int], None]
-) -> dict[str, Tensor]:
-    """Read all tensors as ``dtype``; one that has it already stays mapped from its file.
+def read_weights(paths: tuple[Path, ...]) -> dict[str, Tensor]:
+    """Map all tensors of the files; a page is read when it is used.
 
     Buffers of old files, which may be bytes or booleans, are passed over as transformers does.
 
     Raises:
         ModelMismatchError: for a file that is not safetensors, a tensor that appears twice, or one of
             another kind than floating point.
-        OutOfMemoryError: when converting needs more memory than there is.
     """
     out: dict[str, Tensor] = {}
-    total = sum(path.stat().st_size for path in paths)
-    done = 0
     for path in paths:
         try:
             with safetensors.safe_open(str(path), framework="pt", device="cpu") as file:
@@ -67,50 +67,103 @@ def read_weights(
                     if name in out or not tensor.is_floating_point():
                         problem = "appears in two files" if name in out else f"has type {tensor.dtype}"
                         raise ModelMismatchError(f"tensor {name!r} {problem}", place=str(path))
-                    out[name] = tensor.to(dtype)
-                    done += tensor.nbytes
-                    progress(done, total)
+                    out[name] = tensor
         except safetensors.SafetensorError as error:
             raise ModelMismatchError(f"is not a safetensors file: {error}", place=str(path)) from None
-        except (MemoryError, RuntimeError) as error:
-            raise OutOfMemoryError(f"loading the weights failed: {error}", place=str(path)) from None
     return out
 
 
-def fill_model(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> LoadedModel:
-    """Put ``weights`` into a model made by `empty_model`; nothing may be missing or left over.
+def load_decoder(
+    spec: DecoderSpec,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    widen: bool,
+    progress: Callable[[int, int], None],
+) -> LoadedModel:
+    """Put ``weights`` into our own decoder; nothing may be missing or left over.
 
     Raises:
         ModelMismatchError: naming the first tensors that are missing, unexpected or of another shape.
+        OutOfMemoryError: when converting needs more memory than there is.
     """
+    state = _without_ties(weights, {HEAD: EMBEDDING} if spec.tied else {})
+    _require_shapes(state, expected_shapes(spec))
+    with _memory_errors():
+        decoder = Decoder(spec, state, dtype, widen=widen, progress=progress)
+    return LoadedModel(decoder.logits, decoder.shape)
+
+
+def load_module(
+    config_class: type[Any],
+    model_class: type[Any],
+    plain: dict[str, Any],
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    widen: bool,
+) -> LoadedModel:
+    """Put ``weights`` into transformers' own model; nothing may be missing or left over.
+
+    Raises:
+        ModelMismatchError: naming the first tensors that are missing, unexpected or of another shape.
+        OutOfMemoryError: when converting needs more memory than there is.
+    """
+    from ralbuild.runtime.model.families import empty_model, kv_shape, run_module, tied_names
+
+    model = empty_model(config_class, model_class, plain)
     tied = tied_names(model)
-    state = _with_prefix(model, dict(weights))
+    state = _without_ties(_with_prefix(model, weights), tied)
+    _require_shapes(
+        state, {name: tuple(item.shape) for name, item in model.state_dict().items() if name not in tied}
+    )
+    with _memory_errors():
+        model.load_state_dict(
+            {name: item.to(dtype) for name, item in state.items()}, strict=False, assign=True
+        )
+    if tied:
+        model.tie_weights()
+    left = [name for name, item in (*model.named_parameters(), *model.named_buffers()) if item.is_meta]
+    if left:
+        raise ModelMismatchError(_some("never filled", sorted(left)), place="weights")
+    if widen:
+        widen_linears(model)
+    return LoadedModel(run_module(model), kv_shape(model, dtype))
+
+
+def _without_ties(weights: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """Drop tensors that repeat the one they are tied to."""
+    state = dict(weights)
     for name, source in tied.items():
         if name in state and source in state:
             if not torch.equal(state[name], state[source]):
                 raise ModelMismatchError(f"{name!r} differs from {source!r}, but the config ties them")
             del state[name]
-    wanted = model.state_dict()
-    missing = sorted(set(wanted) - set(state) - set(tied))
+    return state
+
+
+def _require_shapes(state: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    missing = sorted(set(wanted) - set(state))
     unexpected = sorted(set(state) - set(wanted))
     if missing or unexpected:
         raise ModelMismatchError(
             f"{_some('missing', missing)}{_some('unexpected', unexpected)}", place="weights"
         )
     for name, item in state.items():
-        if item.shape != wanted[name].shape:
-            found, needed = list(item.shape), list(wanted[name].shape)
+        if tuple(item.shape) != wanted[name]:
+            found, needed = list(item.shape), list(wanted[name])
             raise ModelMismatchError(f"tensor {name!r} needs shape {needed}, found {found}", place="weights")
-    model.load_state_dict(state, strict=False, assign=True)
-    if tied:
-        model.tie_weights()
-    left = [name for name, item in (*model.named_parameters(), *model.named_buffers()) if item.is_meta]
-    if left:
-        raise ModelMismatchError(_some("never filled", sorted(left)), place="weights")
-    return LoadedModel(model, kv_shape(model, dtype), model.get_output_embeddings().weight.shape[0])
 
 
-def _with_prefix(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        raise OutOfMemoryError(f"loading the weights failed: {error}", place="weights") from None
+
+
+def _with_prefix(model: Any, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Old GPT-2 files name tensors without the base model's prefix."""
     prefix = f"{model.base_model_prefix}."
     if any(name.startswith(prefix) for name in state):
