@@ -183,11 +183,11 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
     model = verify_model(request.model, report, rehash=request.rehash)
     engine = _engine(loaded, model, request.target)
     with report.stage("fold") as stage:
-        folded = fold(loaded, model.vocabulary.tokens)
+        folded = fold(loaded, model.vocabulary.tokens, strips=model.vocabulary.strips)
         size = folded.size
         stage.summary = (
             f"{len(folded.rule_set.rules)} rules, {size.states} states x {size.classes} classes, "
-            f"{format_bytes(size.table_bytes)}, at most {size.max_held} bytes held back"
+            f"{format_bytes(size.table_bytes + size.front_bytes)}, at most {size.max_held} bytes held back"
         )
     with report.stage("compile") as stage:
         archs = request.archs if request.archs is not None else tuple(loaded.config.build.targets)

@@ -38,12 +38,14 @@ class Vocabulary:
     Attributes:
         fingerprint: SHA-256 over the ids of `PROBES`.
         adds: ids that the tokenizer puts before a text that is encoded with special tokens.
+        strips: decoding takes one space away from the beginning of a text.
     """
 
     tokens: tuple[bytes, ...]
     ids: dict[str, int]
     fingerprint: str = ""
     adds: tuple[int, ...] = field(default=())
+    strips: bool = False
 
 
 def read_vocabulary(data: dict[str, Any], source: bytes, findings: Findings) -> Vocabulary | None:
@@ -254,6 +256,8 @@ def _prove(
         probed = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES]
         added = tokenizer.encode("a").ids
         theirs = tokenizer.decode(probed[0], skip_special_tokens=True)
+        spaced = next((k for k, token in enumerate(tokens) if token[:1] == b" " and token[1:].isalpha()), None)
+        strips = spaced is not None and tokenizer.decode([spaced])[:1] != " "
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
@@ -270,4 +274,4 @@ def _prove(
     plain = probed[PROBES.index("a")]
     before = added[: max(0, len(added) - len(plain))] if added[-len(plain) :] == plain else added[:1]
     fingerprint = sha256_hex(canonical_json(probed))
-    return Vocabulary(tokens, ids, fingerprint, tuple(before) if added != plain else ())
+    return Vocabulary(tokens, ids, fingerprint, tuple(before) if added != plain else (), strips)
