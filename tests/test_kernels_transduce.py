@@ -82,13 +82,15 @@ class RandomMachine:
         # Markers: state 1 holds a byte of class 1; the same byte again completes one.
         actions = [(1, -1), (0, -1), (0, 0), (2, -1), (0, 1)]
         mark_next = [0, 1 | 1 << 16, 0, 0 | 3 << 16, 0 | 2 << 16, 0 | 4 << 16]
+        # Class 3 is the inside of a character: there no candidate begins, ends or may be cut.
         kind_next = [
-            0, 2, 1,
-            0, 1, 1,
-            3 | 1 << 16, 3, dead | 1 << 16,
-            dead | 2 << 16, 4 | 3 << 16, dead,
-            dead | 1 << 16, dead, dead | 3 << 16,
+            0, 2, 1, 0,
+            0, 1, 1, 1,
+            3 | 1 << 16, 3, dead | 1 << 16, 2,
+            dead | 2 << 16, 4 | 3 << 16, dead, 3,
+            dead | 1 << 16, dead, dead | 3 << 16, 4,
         ]  # fmt: skip
+        inside = range(0x80, 0xC0)
         return Front(
             modes=[
                 (none, none, 0, tails[0]),
@@ -100,7 +102,7 @@ class RandomMachine:
             mark_next=mark_next,
             mark_actions=actions,
             markers=[(0, next(numbers) % 2, 3), (1, next(numbers) % 4, 1)],
-            kind_class=[next(numbers) % 3 for _ in range(510)] + [1, 2],
+            kind_class=[3 if symbol % 256 in inside else next(numbers) % 3 for symbol in range(512)],
             kind_next=kind_next,
             kind_final=[0, 0, 1, 2, 3],
             accepts=[(), (0,), (1, 0), (2, 1)],
@@ -287,7 +289,9 @@ def test_a_step_that_emits_too_much_counts_every_byte_and_writes_none_outside(ke
 def test_an_id_that_is_no_token_changes_nothing(kernels: Interpreter, token: int) -> None:
     machine = RandomMachine(99)
     _, arrays = vocabulary(machine.rng)
-    arrays |= device_arrays(machine.table) | fresh_slots(1, machine.table) | {"token": np.array([token], np.int32)}
+    arrays |= (
+        device_arrays(machine.table) | fresh_slots(1, machine.table) | {"token": np.array([token], np.int32)}
+    )
     out = kernels.launch("transduce", 1, arrays, CONSTANTS)
     assert out["output_len"][0] == 0
     for name in ("fst_state", "ring", "read_pos", "pending_pos", "output", "rule_events"):

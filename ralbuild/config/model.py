@@ -126,7 +126,7 @@ Scope = Annotated[
     Field(
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         max_length=64,
-        description="Where it holds: `all`, `outside` of every span, or the name of a span that keeps its text.",
+        description="Where it holds: `all`, `outside` of every span, or the name of one that keeps its text.",
     ),
 ]
 Kind = Literal["api_key", "card", "email", "iban", "ip", "phone", "us_ssn"]
@@ -216,7 +216,7 @@ class Span(Model):
     open: Marker = Field(description="Exact text that begins the span.")
     close: Marker = Field(description="Exact text that ends it; else it lasts to the end of the text.")
     do: Literal["drop", "keep", "exempt"] = Field(
-        description="`drop` writes nothing of it, `exempt` writes it untouched, `keep` applies rules by their `in`."
+        description="`drop` writes nothing, `exempt` writes it untouched, `keep` applies rules by their `in`."
     )
     begins: Literal["outside", "inside"] = Field(
         default="outside", description="`inside` when the prompt has already opened the span."

@@ -55,7 +55,7 @@ BUFFERS: dict[str, Buffer] = {
     "string_pool": Buffer("*u8", "", "bytes that EMIT writes"),
     "word_pages": Buffer("*u8", "4352", "page of bits for each 256 code points"),
     "word_bits": Buffer("*u8", "pages * 32", "1 for each word character"),
-    "modes": Buffer("*i32", "M, 4", "first marker state, kind state, rule state; program at the end; -1: none"),
+    "modes": Buffer("*i32", "M, 4", "first state of markers, kinds, rules; program at the end; -1: none"),
     "mark_class": Buffer("*u8", "256", "byte to class, markers"),
     "mark_next": Buffer("*i32", "SM * CM", "packed state and action, markers"),
     "mark_actions": Buffer("*i32", "A, 2", "bytes released, number of the marker plus 1"),

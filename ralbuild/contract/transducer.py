@@ -49,7 +49,7 @@ from ralbuild.contract.transducer_table import (
     read_transducer,
     write_transducer,
 )
-from ralbuild.contract.words import WORD_FLAG, WordTable, unfinished
+from ralbuild.contract.words import WordTable, unfinished
 
 __all__ = [
     "COPY", "DROP", "EMIT", "EVENT", "PASS_PROGRAM", "PROGRAM_LIMIT", "STATE_BITS", "STATE_MASK", "Front",
@@ -86,7 +86,8 @@ class Transducer:
         rows = table.kind_rows
         self.kinds = list(zip(rows[0::3], rows[1::3], rows[2::3], strict=True))
         self.accepts = [
-            tuple(table.accept_rows[a:b]) for a, b in zip(table.accept_off, table.accept_off[1:], strict=False)
+            tuple(table.accept_rows[a:b])
+            for a, b in zip(table.accept_off, table.accept_off[1:], strict=False)
         ]
         self.mark_classes, self.kind_classes = table.mark_classes, table.kind_classes
         self._low = (bytes(table.cls[:256]), bytes(table.kind_class[:256]))

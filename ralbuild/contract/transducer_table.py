@@ -190,7 +190,17 @@ def read_transducer(data: bytes, where: str) -> TransducerTable:
     file = read_arrays(data, where)
     file.expect_format(FORMAT, where)
     final, trans = file.take("final", "U32"), file.take("trans", "U32")
-    words = ("prog_off prog_ops str_off starts modes mark_next mark_actions marker_rows kind_next").split()
+    words = [
+        "prog_off",
+        "prog_ops",
+        "str_off",
+        "starts",
+        "modes",
+        "mark_next",
+        "mark_actions",
+        "marker_rows",
+        "kind_next",
+    ]
     words += ["kind_final", "accept_off", "accept_rows", "kind_rows"]
     table = TransducerTable(
         classes=len(trans) // len(final) if len(final) else 0,

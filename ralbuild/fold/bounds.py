@@ -56,17 +56,16 @@ def _growth(profiles: Sequence[ProfileRules]) -> list[tuple[float, int]]:
     """Return, per rule, the most bytes written for a byte of its shortest match, and its id."""
     out = []
     for profile in profiles:
-        for rule in profile.texts:
-            out.append((_written(rule), rule.id))
-        for kind in profile.kinds:
-            out.append((len(kind.replacement) / width(pattern_of(kind.kind))[0], kind.id))
+        out += [(_written(rule), rule.id) for rule in profile.texts]
+        out += [(len(kind.replacement) / width(pattern_of(kind.kind))[0], kind.id) for kind in profile.kinds]
     return out
 
 
 def _written(rule: TextRule) -> float:
     if isinstance(rule.pattern, bytes):
         # Another case of a letter may be shorter: never more than three bytes become one.
-        shortest = max(1, len(rule.pattern.decode("utf-8", "replace"))) if rule.ignore_case else len(rule.pattern)
+        letters = len(rule.pattern.decode("utf-8", "replace"))
+        shortest = max(1, letters if rule.ignore_case else len(rule.pattern))
     else:
         shortest = width(rule.pattern)[0]
     if rule.replacement is not None:
@@ -80,11 +79,10 @@ def _most_written(table: TransducerTable, tokens: Sequence[bytes], growth: float
     lengths = np.diff(np.frombuffer(table.str_off, np.uint32).astype(np.int64))
     ops = np.frombuffer(table.prog_ops, np.uint32)
     kinds, args = ops & 3, (ops >> 2).astype(np.int64)
-    if len(lengths):
-        emitted = lengths[np.where(kinds == EMIT, args, 0)]
-    else:
-        emitted = np.zeros(len(ops), np.int64)
-    written = np.where(kinds == COPY, args, np.where(kinds == EMIT, emitted, 0))
+    lengths = np.append(lengths, 0)  # so that there is one
+    written = np.where(
+        kinds == COPY, args, np.where(kinds == EMIT, lengths[np.where(kinds == EMIT, args, 0)], 0)
+    )
     offsets = np.frombuffer(table.prog_off, np.uint32)
     sums = np.concatenate([[0], np.cumsum(written)])[offsets]
     programs = np.frombuffer(table.trans, np.uint32).reshape(table.states, table.classes) >> STATE_BITS

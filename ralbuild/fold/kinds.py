@@ -22,7 +22,10 @@ LONGEST = 512
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
 _H = "[0-9a-fA-F]{1,4}"
-_LATIN = "A-Za-z0-9\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0370-\u0373\u0386\u0388-\u03ff\u0400-\u0481\u048a-\u052f"
+_LATIN = (
+    "A-Za-z0-9\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
+    "\u0370-\u0373\u0386\u0388-\u03ff\u0400-\u0481\u048a-\u052f"
+)
 
 
 def _ipv6() -> str:
@@ -70,7 +73,7 @@ def _iban() -> str:
 
 
 def _email() -> str:
-    """Return RFC 5321's usual form: Latin, Greek and Cyrillic letters before the ``@``, a name of DNS after."""
+    """Return the usual form: Latin, Greek or Cyrillic letters before the ``@``, a name of DNS after."""
     label = "(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\\.)"
     return f"[{_LATIN}_][{_LATIN}._%+'-]{{0,63}}@{label}{{1,4}}[A-Za-z]{{2,24}}"
 

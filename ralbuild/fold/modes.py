@@ -49,8 +49,7 @@ def expand_modes(profiles: tuple[ProfileRules, ...]) -> tuple[tuple[Mode, ...], 
             for span in rules.spans
         )
         modes.append(_plain(number, rules, OUTSIDE, openings, first))
-        for span in rules.spans:
-            modes.append(_inside(number, rules, span, target[span], first))
+        modes += [_inside(number, rules, span, target[span], first) for span in rules.spans]
         opened = next((span for span in rules.spans if span.opened), None)
         starts.append(target[opened] if opened else first)
     return tuple(modes), tuple(starts)
@@ -87,7 +86,7 @@ class MarkerTable:
 
 
 def build_markers(modes: tuple[Mode, ...]) -> MarkerTable:
-    """Build one Aho-Corasick automaton a mode; a marker acts where it is first complete, the longest first."""
+    """Build one Aho-Corasick automaton a mode; a marker acts where it is first complete."""
     texts = [marker.text for mode in modes for marker in mode.markers]
     cls = byte_classes({frozenset((byte,)) for text in texts for byte in text})
     width = max(cls) + 1

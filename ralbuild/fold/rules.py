@@ -18,7 +18,6 @@ from ralbuild.config.model import (
 from ralbuild.config.regex import Node, can_match, parse_regex
 from ralbuild.contract.bundle import Profile, Route, Rule, Sampling
 from ralbuild.contract.transducer_table import COPY, DROP, EMIT, EVENT
-
 from ralbuild.errors import CompileError
 
 REDACTION, MARKUP = 0, 1

@@ -17,7 +17,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _copy(ring, output, pending, length, count, RING: tl.constexpr, OUTPUT: tl.constexpr, LANES: tl.constexpr):
+def _copy(
+    ring, output, pending, length, count, RING: tl.constexpr, OUTPUT: tl.constexpr, LANES: tl.constexpr
+):
     """Write ``count`` bytes of the ring; those beyond OUTPUT are counted, not written."""
     lane = tl.arange(0, LANES)
     for done in range(0, count, LANES):
@@ -88,7 +90,9 @@ def _character(ring, at, limit, word_pages, word_bits, RING: tl.constexpr):
     if b0 >= 0x80:
         code = 0
         known = 0
-        need = tl.where(b0 < 0xC2, 5, tl.where(b0 < 0xE0, 2, tl.where(b0 < 0xF0, 3, tl.where(b0 < 0xF5, 4, 5))))
+        need = tl.where(
+            b0 < 0xC2, 5, tl.where(b0 < 0xE0, 2, tl.where(b0 < 0xF0, 3, tl.where(b0 < 0xF5, 4, 5)))
+        )
         have = limit - at
         b1 = tl.load(ring + ((at + 1) & (RING - 1)), mask=have > 1, other=0).to(tl.int32)
         b2 = tl.load(ring + ((at + 2) & (RING - 1)), mask=have > 2, other=0).to(tl.int32)
@@ -128,9 +132,9 @@ def _holds(check, ring, begin, end, RING: tl.constexpr):
         rest = rest % 10
     elif check == 2:
         size = end - begin
-        rest = tl.where(size > 0, 0, 2)
+        turn = tl.where(size > 4, 4, 0)
         for k in range(size):
-            byte = tl.load(ring + ((begin + (k + 4) % size) & (RING - 1))).to(tl.int32)
+            byte = tl.load(ring + ((begin + (k + turn) % size) & (RING - 1))).to(tl.int32)
             digit = byte - 48
             letter = (byte | 32) - 87
             rest = tl.where((digit >= 0) & (digit <= 9), (rest * 10 + digit) % 97, rest)
@@ -140,7 +144,9 @@ def _holds(check, ring, begin, end, RING: tl.constexpr):
 
 
 @triton.jit
-def _accept(number, accept_offsets, accept_rows, kind_rows, ring, start, end, best, best_end, RING: tl.constexpr):
+def _accept(
+    number, accept_offsets, accept_rows, kind_rows, ring, start, end, best, best_end, RING: tl.constexpr
+):
     """Take the first kind of a list whose check holds; return the new (best, best_end)."""
     done = 0
     if end > start:
@@ -154,7 +160,7 @@ def _accept(number, accept_offsets, accept_rows, kind_rows, ring, start, end, be
 
 
 @triton.jit
-def transduce(
+def transduce(  # noqa: C901
     token,
     tokenizer_size,
     eos_ids,
@@ -308,7 +314,16 @@ def transduce(
                         number = (entry >> 16) & 0xFFFF
                         if number > 0:
                             best, best_end = _accept(
-                                number, accept_offsets, accept_rows, kind_rows, ring, start, kind_at, best, best_end, RING
+                                number,
+                                accept_offsets,
+                                accept_rows,
+                                kind_rows,
+                                ring,
+                                start,
+                                kind_at,
+                                best,
+                                best_end,
+                                RING,
                             )
                         entry = entry & 0xFFFF
                         resolve = entry == 0xFFFF
@@ -321,8 +336,8 @@ def transduce(
                 elif flush == 1:
                     if start < kind_at:
                         best, best_end = _accept(
-                            tl.load(kind_final + kind), accept_offsets, accept_rows, kind_rows, ring, start, kind_at,
-                            best, best_end, RING,
+                            tl.load(kind_final + kind), accept_offsets, accept_rows, kind_rows, ring,
+                            start, kind_at, best, best_end, RING,
                         )  # fmt: skip
                         resolve = True
                     else:
@@ -334,7 +349,9 @@ def transduce(
                         free = end
                     else:
                         byte = tl.load(ring + (seen & (RING - 1))).to(tl.int32)
-                        entry = tl.load(mark_next + mark * mark_classes + tl.load(mark_class + byte).to(tl.int32))
+                        entry = tl.load(
+                            mark_next + mark * mark_classes + tl.load(mark_class + byte).to(tl.int32)
+                        )
                         mark = entry & 0xFFFF
                         action = (entry >> 16) & 0xFFFF
                         seen += 1
@@ -374,7 +391,13 @@ def transduce(
                     )
                     if resolve:
                         length = _emit(
-                            tl.load(kind_rows + 3 * best + 2), string_offsets, string_pool, output, length, OUTPUT, LANES
+                            tl.load(kind_rows + 3 * best + 2),
+                            string_offsets,
+                            string_pool,
+                            output,
+                            length,
+                            OUTPUT,
+                            LANES,
                         )
                         tl.atomic_add(rule_events + tl.load(kind_rows + 3 * best), 1)
                         start = best_end

@@ -256,7 +256,9 @@ def _prove(
         probed = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES]
         added = tokenizer.encode("a").ids
         theirs = tokenizer.decode(probed[0], skip_special_tokens=True)
-        spaced = next((k for k, token in enumerate(tokens) if token[:1] == b" " and token[1:].isalpha()), None)
+        spaced = next(
+            (k for k, token in enumerate(tokens) if token[:1] == b" " and token[1:].isalpha()), None
+        )
         strips = spaced is not None and tokenizer.decode([spaced])[:1] != " "
     except (KeyboardInterrupt, SystemExit):
         raise
