@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from ralbuild.config.regex import Node, parse_regex, width
 from ralbuild.contract.transducer_table import DEAD, FRONT_BITS, LUHN, MOD_97
@@ -44,6 +46,10 @@ def _ipv6() -> str:
     return "|".join(forms)
 
 
+def _ip() -> str:
+    return f"{_IPV4}|{_ipv6()}"
+
+
 def _card() -> str:
     """Return 13 to 19 digits, plain or in groups as cards print them, one space or hyphen between."""
     s = "[ -]"
@@ -61,7 +67,7 @@ def _card() -> str:
 def _iban() -> str:
     """Return country, two check digits and the country's number of characters, plain or in fours."""
     forms: dict[int, list[str]] = {}
-    for country, length in sorted(_data()["iban"].items()):
+    for country, length in sorted(_lengths().items()):
         forms.setdefault(length, []).append(country)
     parts = []
     for length, countries in sorted(forms.items()):
@@ -98,21 +104,29 @@ def _us_ssn() -> str:
     return f"{area}(?:-{group}-| {group} ){serial}"
 
 
-FORMS = {
-    "api_key": lambda: "|".join(f"(?:{form})" for form in _data()["api_key"].values()),
+@cache
+def _data() -> dict[str, Any]:
+    text = resources.files("ralbuild.data").joinpath("kinds.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def _lengths() -> dict[str, int]:
+    return dict(_data()["iban"])
+
+
+def _api_key() -> str:
+    return "|".join(f"(?:{form})" for form in _data()["api_key"].values())
+
+
+FORMS: dict[str, Callable[[], str]] = {
+    "api_key": _api_key,
     "card": _card,
     "email": _email,
     "iban": _iban,
-    "ip": lambda: f"{_IPV4}|{_ipv6()}",
+    "ip": _ip,
     "phone": _phone,
     "us_ssn": _us_ssn,
 }
-
-
-@cache
-def _data() -> dict[str, dict[str, object]]:
-    text = resources.files("ralbuild.data").joinpath("kinds.toml").read_text("utf-8")
-    return tomllib.loads(text)
 
 
 @cache

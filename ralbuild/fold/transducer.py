@@ -120,7 +120,7 @@ class TransducerBuilder:
         state = self.reader.states[number]
         if state.rules == self.dropping:
             row = self._same_everywhere(number, self._program([(DROP, 1)]))
-        elif state.starts and state.starts[0][0] != DEAD and self._can_commit(state):
+        elif state.starts:
             row = self._row_from_failure(state)
         else:
             row = self._same_everywhere(number, 0)
@@ -132,31 +132,23 @@ class TransducerBuilder:
         classes = self.reader.dfa.classes
         return Row([target] * classes, [0] * classes, [program])
 
-    def _can_commit(self, state: State) -> bool:
-        """Tell whether what the first start has matched is certain as soon as it can match no more."""
-        found, reader = state.starts[0][1], self.reader
-        if not found:
-            return True
-        length, rule = found[-1]
-        return reader.rules[rule].level == REDACTION or not reader.redaction_open(state.starts, length)
-
     def _row_from_failure(self, state: State) -> Row:
-        """Return a row whose first start, where it dies, leaves its match or one byte of text behind."""
-        reader, dfa = self.reader, self.reader.dfa
-        (node, found), count = state.starts[0], len(state.starts)
-        behind = reader.rules[found[-1][1]].operations(found[-1][0]) if found else ((COPY, 1),)
-        rest, ops = reader.settle(list(state.starts[found[-1][0] if found else 1 :]))
+        """Return a row whose first living start, where it dies, leaves what it has matched so far."""
+        reader, dfa, starts = self.reader, self.reader.dfa, state.starts
+        index = next(index for index, (node, _) in enumerate(starts) if node != DEAD)
+        node, found = starts[index]
+        rest, ops = reader.settle([*starts[:index], (DEAD, found), *starts[index + 1 :]])
         failure = self.row(reader.number(state.rules, state.after_word, rest))
-        row = self._behind((*behind, *ops), failure)
-        own = dfa.moves(node)
+        row = self._behind(tuple(ops), failure)
+        own: Iterable[int] = dfa.moves(node)
         rule = dfa.accept_at_boundary[node] if state.after_word else None
         if rule is not None:
-            rule = reader.add_match(found, (count, rule))[-1][1]  # another may match the same text
-            level = reader.rules[rule].level
-            if level != REDACTION and reader.redaction_open(state.starts, count):
+            rule = reader.add_match(found, (len(starts) - index, rule))[-1][1]  # another may match the same
+            certain = reader.rules[rule].level == REDACTION or not reader.redaction_open(starts, len(starts))
+            if index or not certain:
                 return self._with_entries(row, state, sorted({*own, *self.ends_word}))
             self._put_word_end(row, state, rule)
-        plain = not found and all(kind == COPY for kind, _ in ops)
+        plain = not index and not found and all(kind == COPY for kind, _ in ops)
         return self._with_entries(row, state, own, failure if plain else None)
 
     def _behind(self, prefix: tuple[Op, ...], row: Row) -> Row:

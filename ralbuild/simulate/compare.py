@@ -225,9 +225,10 @@ class _Twin:
         run = self.run
         state, events = run.array("fst_state"), run.array("rule_events")
         state[:] = -1
-        self.texts = [run.machine.start(case.profile) for case in self.cases]
+        texts = [run.machine.start(case.profile) for case in self.cases]
+        self.texts = list(texts)
         self.begun = [False] * len(self.cases)
-        for slot, text in enumerate(self.texts):
+        for slot, text in enumerate(texts):
             state[slot] = text.state
             run.array("front")[slot] = text.registers(0)
             run.array("front")[slot, 0] |= run.tables.vocab.strips << 16
