@@ -11,6 +11,7 @@ from ralbuild.contract.transducer import Transducer, read_transducer
 from ralbuild.contract.vocab import write_vocab
 from ralbuild.fold.bans import build_bans
 from ralbuild.fold.bounds import check_buffers
+from ralbuild.fold.kinds import KIND_SAMPLES
 from ralbuild.fold.rules import ProfileRules, RuleSet, collect_rules
 from ralbuild.fold.transducer import TransducerBuilder, TransducerSize
 
@@ -94,18 +95,6 @@ def _sample_text(rules: ProfileRules) -> bytes:
     parts += [rule.text for rule in rules.stops[:1]]
     tail = literals[0][:-1] if literals else b""
     return b"Self-test: \xc3\xa9 \xe9\xa2\xa8 <i> " + b" ".join(parts) + b" " + tail
-
-
-KIND_SAMPLES = {
-    "api_key": b"AKIAIOSFODNN7EXAMPLE",
-    "card": b"4111 1111 1111 1111, 4111 1111 1111 1112",
-    "email": b"ada@example.org",
-    "iban": b"GB82 WEST 1234 5698 7654 32",
-    "ip": b"192.0.2.1, 2001:db8::1",
-    "phone": b"+1 (212) 555-0100",
-    "us_ssn": b"078-05-1120",
-}
-"""Published examples, of no person."""
 
 
 class _Speller:

@@ -129,6 +129,18 @@ FORMS: dict[str, Callable[[], str]] = {
 }
 
 
+KIND_SAMPLES = {
+    "api_key": b"AKIAIOSFODNN7EXAMPLE",
+    "card": b"4111 1111 1111 1111, 4111 1111 1111 1112",
+    "email": b"ada@example.org",
+    "iban": b"GB82 WEST 1234 5698 7654 32",
+    "ip": b"192.0.2.1, 2001:db8::1",
+    "phone": b"+1 (212) 555-0100",
+    "us_ssn": b"078-05-1120",
+}
+"""Published examples, of no person."""
+
+
 @cache
 def pattern_of(kind: str) -> Node:
     """Return the form of a kind as a pattern."""
