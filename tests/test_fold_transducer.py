@@ -113,9 +113,9 @@ def test_random_regular_expressions_agree_with_re_whatever_the_chunks() -> None:
     rng = random.Random(SEED + 1)
     pieces = [b"a", b"b", b"B", b"0", b"1", b"-", b" ", "é".encode(), "風".encode(), "风".encode(), b"\xe9"]
     cases = matched = 0
-    for _ in range(12):
+    for _ in range(16):
         rules, regexes = [], {}
-        for number in range(rng.randint(1, 3)):
+        for number in range(rng.randint(1, 2)):
             level, text = rng.choice([REDACTION, MARKUP]), random_regex(rng)
             try:
                 pattern = parse_regex(text) if rng.random() < 0.8 else b"ab"

@@ -74,6 +74,7 @@ class TransducerBuilder:
         self.sets = tuple(dict.fromkeys(mode.texts for mode in self.modes if not mode.dropped))
         self.dropping = len(self.sets)  # the state that forgets everything belongs to no set
         self.reader = RuleStates(self.sets)
+        self.literal = all(isinstance(rule.pattern, bytes) for rule in self.reader.rules)
         self.ends_word = [k for k, word in enumerate(self.reader.dfa.class_is_word) if not word]
         self.programs: list[tuple[Op, ...]] = []
         self._program_ids: dict[tuple[Op, ...], int] = {}
@@ -120,7 +121,7 @@ class TransducerBuilder:
         state = self.reader.states[number]
         if state.rules == self.dropping:
             row = self._same_everywhere(number, self._program([(DROP, 1)]))
-        elif state.starts:
+        elif state.starts and (self.literal or self._can_commit(state)):
             row = self._row_from_failure(state)
         else:
             row = self._same_everywhere(number, 0)
@@ -131,6 +132,17 @@ class TransducerBuilder:
     def _same_everywhere(self, target: int, program: int) -> Row:
         classes = self.reader.dfa.classes
         return Row([target] * classes, [0] * classes, [program])
+
+    def _can_commit(self, state: State) -> bool:
+        """Tell whether what the first start has matched is certain as soon as it can match no more.
+
+        Else the row comes from a state that no text may ever reach. Among literals these are few.
+        """
+        (node, found), reader = state.starts[0], self.reader
+        if node == DEAD or not found:
+            return node != DEAD
+        length, rule = found[-1]
+        return reader.rules[rule].level == REDACTION or not reader.redaction_open(state.starts, length)
 
     def _row_from_failure(self, state: State) -> Row:
         """Return a row whose first living start, where it dies, leaves what it has matched so far."""
