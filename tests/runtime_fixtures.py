@@ -37,7 +37,7 @@ from ralbuild.contract.bundle import (
 )
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
 from ralbuild.contract.manifest import ModelFile, ModelManifest
-from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT, Front, write_transducer
+from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT, STATE_BITS, Front, write_transducer
 from ralbuild.contract.vocab import write_vocab
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -167,13 +167,13 @@ class _Machine:
             for byte in range(256):
                 seen = literal[:held] + bytes([byte])
                 if literal and seen == literal:
-                    row.append(self.program(matched) << 18 | base)
+                    row.append(self.program(matched) << STATE_BITS | base)
                     continue
                 keep = next(
                     (k for k in range(min(len(seen), len(literal)), 0, -1) if seen.endswith(literal[:k])), 0
                 )
                 ops = [(COPY, len(seen) - keep)] if keep < len(seen) else []
-                row.append(self.program(ops) << 18 | base + keep)
+                row.append(self.program(ops) << STATE_BITS | base + keep)
             self.rows.append(row)
             self.final.append(self.program([(COPY, held)] if held else []))
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 from rule_reference import rewrite
@@ -102,3 +106,23 @@ def test_kinds_beat_texts_that_overlap_them_and_markup_stays_outside() -> None:
         [2, 2],
     )
     assert machine.rewrite(0, b"my card 4111, pay 41") == (b"[t], <b>pay 41</b>", [0, 1])
+
+
+def test_the_table_is_the_same_bytes_whatever_the_hash_seed() -> None:
+    sample = Path(__file__).parents[1] / "samples/redaction/ral-config.yaml"
+    code = (
+        "import hashlib, pathlib; from ralbuild.config.load import load_config; "
+        "from ralbuild.fold.folding import fold; "
+        f"folded = fold(load_config(pathlib.Path({str(sample)!r})), [bytes([b]) for b in range(256)]); "
+        "print(hashlib.sha256(folded.transducer).hexdigest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1

@@ -213,14 +213,20 @@ model: "m"
 actions:
   guard:
     ban: ["risk-free"]
-    redact: [{text: "secret", with: "[x]"}, {text: "acct", whole_words: true}]
+    redact: [{text: "secret", with: "[x]"}, {text: "acct", whole_words: true}, {kind: card, with: "[c]"}]
     append: " Not advice."
 routing: {rules: [{match: "finance", action: "guard"}]}
 postprocessing:
+  stop: ["STOP"]
+  spans: [{open: "<t>", close: "</t>", do: drop}]
   output_transformers:
     - {name: "html_enhancer", config: {bold_terms: ["risk", "audit", "\u98ce\u9669"], escape: true}}
 """
-TEXT = "A RISK, asterisk & audit secretly acct<acct1> \u98ce\u9669\u98ce sec"
+TEXT = (
+    "A RISK, asterisk & audit secretly acct<acct1> \u98ce\u9669\u98ce \u00e9risk 5 4111 1111 1111 1111 <t>risk</t>"
+    "4111111111111112 sec"
+)
+STOPPED = "risk STOP risk"
 
 
 def test_compiled_rules_come_out_as_the_plain_executor_writes_them(
@@ -228,7 +234,7 @@ def test_compiled_rules_come_out_as_the_plain_executor_writes_them(
 ) -> None:
     """One slot per profile, tokens of one to three bytes that split words and characters."""
     (tmp_path / "c.yaml").write_text(CONFIG, "utf-8")
-    text = TEXT.encode()
+    text = (TEXT + STOPPED).encode()
     cuts = [0, *np.cumsum(np.random.default_rng(1).integers(1, 4, len(text))).tolist()]
     words = [text[a:b] for a, b in itertools.pairwise(cuts) if a < len(text)] + [b""]
     folded = fold(load_config(tmp_path / "c.yaml"), words)
@@ -255,6 +261,7 @@ def test_compiled_rules_come_out_as_the_plain_executor_writes_them(
     machine = Transducer(table)
     assert written == [machine.rewrite(profile, text)[0] for profile in range(slots)]
     assert any(b"<b>RISK</b>" in out for out in written)
+    assert any(b"5 [c] 4111111111111112 sec" in out and b"STOP" not in out for out in written)
 
 
 def test_a_step_that_emits_too_much_counts_every_byte_and_writes_none_outside(kernels: Interpreter) -> None:

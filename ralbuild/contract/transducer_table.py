@@ -13,7 +13,7 @@ from ralbuild.contract.codec import FormatError
 from ralbuild.contract.words import PAGE_BYTES, PAGES
 
 FORMAT = "ralbuild.transducer/2"
-STATE_BITS = 18
+STATE_BITS = 17
 STATE_MASK = (1 << STATE_BITS) - 1
 PROGRAM_LIMIT = 1 << (32 - STATE_BITS)
 COPY, EMIT, DROP, EVENT = range(4)
