@@ -287,11 +287,11 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
         model = _reshard(model, request.reshard, report)
     engine = _engine(loaded, model, request.target)
     with report.stage("fold") as stage:
-        folded = fold(loaded, model.vocabulary.tokens)
+        folded = fold(loaded, model.vocabulary.tokens, strips=model.vocabulary.strips)
         size = folded.size
         stage.summary = (
             f"{len(folded.rule_set.rules)} rules, {size.states} states x {size.classes} classes, "
-            f"{format_bytes(size.table_bytes)}, at most {size.max_held} bytes held back"
+            f"{format_bytes(size.table_bytes + size.front_bytes)}, at most {size.max_held} bytes held back"
         )
     _note_overlaps(loaded, folded, report)
     with report.stage("compile") as stage:

@@ -37,7 +37,7 @@ from ralbuild.contract.bundle import (
 )
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
 from ralbuild.contract.manifest import ModelFile, ModelManifest
-from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT, write_transducer
+from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT, STATE_BITS, Front, write_transducer
 from ralbuild.contract.vocab import write_vocab
 from ralbuild.fold.routes import RoutePatterns
 
@@ -135,6 +135,7 @@ class Rules:
     redact: str = ""
     with_: str = "[gone]"
     append: str = ""
+    stop: str = ""
     ban: str = ""
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -159,7 +160,7 @@ class _Machine:
             self.programs.append(ops)
         return self.programs.index(ops)
 
-    def add(self, literal: bytes, matched: list[tuple[int, int]], ending: list[tuple[int, int]]) -> None:
+    def add(self, literal: bytes, matched: list[tuple[int, int]]) -> None:
         base = len(self.rows)
         self.starts.append(base)
         for held in range(max(len(literal), 1)):
@@ -167,15 +168,15 @@ class _Machine:
             for byte in range(256):
                 seen = literal[:held] + bytes([byte])
                 if literal and seen == literal:
-                    row.append(self.program(matched) << 18 | base)
+                    row.append(self.program(matched) << STATE_BITS | base)
                     continue
                 keep = next(
                     (k for k in range(min(len(seen), len(literal)), 0, -1) if seen.endswith(literal[:k])), 0
                 )
                 ops = [(COPY, len(seen) - keep)] if keep < len(seen) else []
-                row.append(self.program(ops) << 18 | base + keep)
+                row.append(self.program(ops) << STATE_BITS | base + keep)
             self.rows.append(row)
-            self.final.append(self.program(([(COPY, held)] if held else []) + ending))
+            self.final.append(self.program([(COPY, held)] if held else []))
 
 
 def _transducer(profiles: Sequence[Rules], rules: list[Rule]) -> bytes:
@@ -193,14 +194,40 @@ def _transducer(profiles: Sequence[Rules], rules: list[Rule]) -> bytes:
                 machine.emit("</b>"),
                 (EVENT, len(rules) - 1),
             ]
-        machine.add(literal, matched, [machine.emit(profile.append)] if profile.append else [])
+        machine.add(literal, matched)
+    none = (1 << 32) - 1
+    ends = [
+        machine.program([machine.emit(profile.append)]) if profile.append else none for profile in profiles
+    ]
+    stops = [(number, profile.stop.encode()) for number, profile in enumerate(profiles) if profile.stop]
+    # A stop string is one byte here: the markers' automaton has one state for each.
+    actions = [(1, -1), *((0, index) for index in range(len(stops)))]
+    marks = {number: index for index, (number, _) in enumerate(stops)}
+    mark_next = [
+        index | (index + 1 if bytes([byte]) == stop else 0) << 16
+        for index, (_, stop) in enumerate(stops)
+        for byte in range(256)
+    ]
+    for _, stop in stops:
+        rules.append(Rule("stop", stop.decode(), "test", "3:1"))
     return write_transducer(
-        cls=list(range(256)),
-        rows=machine.rows,
+        cls=[*range(256), *range(256)],
+        trans=[entry for row in machine.rows for entry in row],
         final=machine.final,
         programs=machine.programs,
         strings=machine.strings,
-        starts=machine.starts,
+        starts=range(len(profiles)),
+        front=Front(
+            modes=[
+                (marks.get(number, none), none, start, ends[number])
+                for number, start in enumerate(machine.starts)
+            ],
+            mark_class=range(256) if stops else (0,) * 256,
+            mark_next=mark_next or [0],
+            mark_actions=actions,
+            markers=[(len(rules) - len(stops) + index, 2, number) for index, (number, _) in enumerate(stops)],
+        ),
+        words=(bytes(4352), bytes(32)),
         max_held=64,
         rules=len(rules),
     )

@@ -29,6 +29,7 @@ from ralbuild.contract.transducer import (
     EMIT,
     EVENT,
     STATE_BITS,
+    Front,
     read_transducer,
     write_transducer,
 )
@@ -110,13 +111,16 @@ def hard_table(seed: int):
         return to | (0 if plain else program(consumed)) << STATE_BITS
 
     rows = [[entry(state) for _ in range(CLASSES)] for state in range(STATES)]
+    none = (1 << 32) - 1
     data = write_transducer(
-        cls=[byte % CLASSES for byte in range(256)],
-        rows=rows,
+        cls=[symbol % CLASSES for symbol in range(512)],
+        trans=[entry for row in rows for entry in row],
         final=[program(held[state]) for state in range(STATES)],
         programs=programs,
         strings=strings,
         starts=list(range(PROFILES)),
+        front=Front(modes=[(none, none, state, none) for state in range(PROFILES)]),
+        words=(bytes(4352), bytes(32)),
         max_held=HELD,
         rules=RULES,
     )

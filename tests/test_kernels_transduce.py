@@ -15,18 +15,23 @@ import pytest
 from kernel_interpreter import Interpreter, interpreter
 
 from ralbuild.config.load import load_config
+from ralbuild.contract.bans import read_bans
 from ralbuild.contract.transducer import (
     COPY,
     DROP,
     EMIT,
     EVENT,
     STATE_BITS,
+    Front,
     Transducer,
     TransducerTable,
     read_transducer,
     write_transducer,
 )
+from ralbuild.contract.vocab import read_vocab, write_vocab
+from ralbuild.fold.bans import build_bans
 from ralbuild.fold.folding import fold
+from ralbuild.simulate.buffers import Tables, table_buffers
 
 STATES, CLASSES, HELD, RULES, PROFILES = 12, 7, 9, 4, 3
 TOKENS, EOS = 40, (38, 39)
@@ -41,7 +46,10 @@ def kernels() -> Iterator[Interpreter]:
 
 
 class RandomMachine:
-    """A legal table: each state holds a fixed number of bytes, each program consumes the difference."""
+    """A legal table: each state holds a fixed number of bytes, each program consumes the difference.
+
+    Profile 0 has no stages before the rules; profile 1 has markers and kinds, profile 2 kinds only.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -50,17 +58,56 @@ class RandomMachine:
         held = [0] * PROFILES + [int(n) for n in self.rng.integers(0, HELD + 1, STATES - PROFILES)]
         rows = [[self.entry(held, state) for _ in range(CLASSES)] for state in range(STATES)]
         final = [self.program(held[state]) for state in range(STATES)]
+        tails = [self.program(0) for _ in range(PROFILES)]
+        numbers = iter(self.rng.integers(0, 2**31, 4000).tolist())
+        bits = bytes(next(numbers) & 255 for _ in range(4 * 32))
         data = write_transducer(
-            cls=[int(x) for x in self.rng.permutation(256) % CLASSES],
-            rows=rows,
+            cls=[next(numbers) % CLASSES if k >= 7 else k for k in range(512)],
+            trans=[entry for row in rows for entry in row],
             final=final,
             programs=self.programs,
             strings=self.strings,
             starts=list(range(PROFILES)),
+            front=self.front(tails, numbers),
+            words=(bytes(next(numbers) % 4 for _ in range(4352 // 8)) * 8, bits),
             max_held=HELD,
             rules=RULES,
         )
         self.table = read_transducer(data, "test")
+
+    def front(self, tails: list[int], numbers: Iterator[int]) -> Front:
+        """Markers of two classes, a kind that begins with class 1 and goes on for up to three bytes."""
+        none = (1 << 32) - 1
+        dead = 0xFFFF
+        # Markers: state 1 holds a byte of class 1; the same byte again completes one.
+        actions = [(1, -1), (0, -1), (0, 0), (2, -1), (0, 1)]
+        mark_next = [0, 1 | 1 << 16, 0, 0 | 3 << 16, 0 | 2 << 16, 0 | 4 << 16]
+        # Class 3 is the inside of a character: there no candidate begins, ends or may be cut.
+        kind_next = [
+            0, 2, 1, 0,
+            0, 1, 1, 1,
+            3 | 1 << 16, 3, dead | 1 << 16, 2,
+            dead | 2 << 16, 4 | 3 << 16, dead, 3,
+            dead | 1 << 16, dead, dead | 3 << 16, 4,
+        ]  # fmt: skip
+        inside = range(0x80, 0xC0)
+        return Front(
+            modes=[
+                (none, none, 0, tails[0]),
+                (0, 0, 1, none),
+                (none, 0, 2, tails[2]),
+                (0, none, 0, tails[1]),
+            ],
+            mark_class=[0 if next(numbers) % 4 else 1 + next(numbers) % 2 for _ in range(254)] + [1, 2],
+            mark_next=mark_next,
+            mark_actions=actions,
+            markers=[(0, next(numbers) % 2, 3), (1, next(numbers) % 4, 1)],
+            kind_class=[3 if symbol % 256 in inside else next(numbers) % 3 for symbol in range(512)],
+            kind_next=kind_next,
+            kind_final=[0, 0, 1, 2, 3],
+            accepts=[(), (0,), (1, 0), (2, 1)],
+            kinds=[(2, 0, 1), (1, 1, 4), (3, 2, 2)],
+        )
 
     def entry(self, held: list[int], state: int) -> int:
         reachable = [to for to in range(STATES) if held[to] <= held[state] + 1]
@@ -87,33 +134,26 @@ class RandomMachine:
 
 
 def device_arrays(table: TransducerTable) -> dict[str, object]:
-    """The table as the launcher binds it: unsigned words as signed, of the same bits."""
-    named = {
-        "fst_next": table.trans,
-        "fst_final": table.final,
-        "program_offsets": table.prog_off,
-        "program_ops": table.prog_ops,
-        "string_offsets": table.str_off,
-    }
-    arrays: dict[str, object] = {
-        name: np.frombuffer(view, np.uint32).view(np.int32) for name, view in named.items()
-    }
-    arrays["fst_class"] = np.frombuffer(table.cls, np.uint8)
-    arrays["string_pool"] = np.frombuffer(table.pool, np.uint8)
-    arrays["fst_classes"] = table.classes
-    return arrays
+    """The table as the launcher binds it."""
+    tokens = read_vocab(write_vocab([b"x"]), "test")
+    bans = read_bans(build_bans(((),)), "test")
+    arrays = table_buffers(Tables(table, bans, tokens, EOS))
+    ours = ("fst_", "program", "string", "word", "mode", "mark", "kind", "accept")
+    return {name: value for name, value in arrays.items() if name.startswith(ours)}
 
 
-def fresh_slots(slots: int) -> dict[str, np.ndarray]:
+def fresh_slots(slots: int, table: TransducerTable) -> dict[str, np.ndarray]:
     """State of new requests; ring and output have a guard row that nothing may touch."""
+    texts = [Transducer(table).start(slot % len(table.starts)) for slot in range(slots)]
     return {
-        "fst_state": np.arange(slots, dtype=np.int32) % PROFILES,
+        "fst_state": np.array([text.state for text in texts], np.int32),
+        "front": np.array([text.registers(0) for text in texts], np.int32),
         "ring": np.full((slots + 1, RING), CANARY, np.uint8),
         "read_pos": np.zeros(slots, np.int32),
         "pending_pos": np.zeros(slots, np.int32),
         "output": np.full((slots + 1, OUTPUT), CANARY, np.uint8),
         "output_len": np.full(slots, -7, np.int32),
-        "rule_events": np.zeros(RULES, np.int32),
+        "rule_events": np.zeros(max(1, table.rules), np.int32),
     }
 
 
@@ -138,7 +178,7 @@ def test_every_step_of_every_slot_agrees_with_the_plain_executor(kernels: Interp
     slots, steps = 5, 8
     machine = RandomMachine(seed)
     tokens, arrays = vocabulary(machine.rng)
-    arrays |= device_arrays(machine.table) | fresh_slots(slots)
+    arrays |= device_arrays(machine.table) | fresh_slots(slots, machine.table)
     plain = Transducer(machine.table)
     oracle = [plain.start(slot % PROFILES) for slot in range(slots)]
     ended = [False] * slots
@@ -151,11 +191,16 @@ def test_every_step_of_every_slot_agrees_with_the_plain_executor(kernels: Interp
             expected = b""
             if not idle:
                 expected = oracle[slot].finish() if end else oracle[slot].feed(tokens[token])
+                if oracle[slot].stopped and not end:
+                    expected, end = expected + oracle[slot].finish(), True
             ended[slot] |= end
             length = arrays["output_len"][slot]
             assert length == len(expected)
             assert arrays["output"][slot].tobytes()[:length] == expected[:OUTPUT]
             assert arrays["fst_state"][slot] == (-1 if ended[slot] else oracle[slot].state)
+            if not ended[slot]:
+                read = int(arrays["read_pos"][slot])
+                assert tuple(arrays["front"][slot]) == oracle[slot].registers(read)
     counts = np.bincount([rule for slot in oracle for rule in slot.events], minlength=RULES)
     assert arrays["rule_events"].tolist() == counts.tolist()
     assert (arrays["output"][slots] == CANARY).all()
@@ -168,14 +213,20 @@ model: "m"
 actions:
   guard:
     ban: ["risk-free"]
-    redact: [{text: "secret", with: "[x]"}, {text: "acct", whole_words: true}]
+    redact: [{text: "secret", with: "[x]"}, {text: "acct", whole_words: true}, {kind: card, with: "[c]"}]
     append: " Not advice."
 routing: {rules: [{match: "finance", action: "guard"}]}
 postprocessing:
+  stop: ["STOP"]
+  spans: [{open: "<t>", close: "</t>", do: drop}]
   output_transformers:
     - {name: "html_enhancer", config: {bold_terms: ["risk", "audit", "\u98ce\u9669"], escape: true}}
 """
-TEXT = "A RISK, asterisk & audit secretly acct<acct1> \u98ce\u9669\u98ce sec"
+TEXT = (
+    "A RISK, asterisk & audit secretly acct<acct1> \u98ce\u9669\u98ce \u00e9risk 5 4111 1111 1111 1111 <t>risk</t>"
+    "4111111111111112 sec"
+)
+STOPPED = "risk STOP risk"
 
 
 def test_compiled_rules_come_out_as_the_plain_executor_writes_them(
@@ -183,17 +234,15 @@ def test_compiled_rules_come_out_as_the_plain_executor_writes_them(
 ) -> None:
     """One slot per profile, tokens of one to three bytes that split words and characters."""
     (tmp_path / "c.yaml").write_text(CONFIG, "utf-8")
-    text = TEXT.encode()
+    text = (TEXT + STOPPED).encode()
     cuts = [0, *np.cumsum(np.random.default_rng(1).integers(1, 4, len(text))).tolist()]
     words = [text[a:b] for a, b in itertools.pairwise(cuts) if a < len(text)] + [b""]
     folded = fold(load_config(tmp_path / "c.yaml"), words)
     table = read_transducer(folded.transducer, "test")
     slots = len(table.starts)
-    state = fresh_slots(slots) | {
-        "fst_state": np.array(table.starts, np.int32),
+    state = fresh_slots(slots, table) | {
         "ring": np.zeros((slots, 1024), np.uint8),
         "output": np.zeros((slots, 4096), np.uint8),
-        "rule_events": np.zeros(max(1, table.rules), np.int32),
     }
     arrays: dict[str, object] = {
         "token_offsets": np.cumsum([0] + [len(word) for word in words]).astype(np.int32),
@@ -212,25 +261,30 @@ def test_compiled_rules_come_out_as_the_plain_executor_writes_them(
     machine = Transducer(table)
     assert written == [machine.rewrite(profile, text)[0] for profile in range(slots)]
     assert any(b"<b>RISK</b>" in out for out in written)
+    assert any(b"5 [c] 4111111111111112 sec" in out and b"STOP" not in out for out in written)
 
 
 def test_a_step_that_emits_too_much_counts_every_byte_and_writes_none_outside(kernels: Interpreter) -> None:
     """One byte emits 200 bytes; the slot's 48 bytes are filled, the next slot's row stays as it was."""
     text = bytes(range(200))
+    none = (1 << 32) - 1
     data = write_transducer(
-        cls=[0] * 256,
-        rows=[[1 << STATE_BITS]],
+        cls=[0] * 512,
+        trans=[1 << STATE_BITS],
         final=[1],
         programs=[[(COPY, 1)], [(EMIT, 0), (COPY, 1), (DROP, 0), (COPY, 0)]],
         strings=[text],
         starts=[0],
+        front=Front(modes=[(none, none, 0, none)]),
+        words=(bytes(4352), bytes(32)),
         max_held=0,
         rules=1,
     )
+    table = read_transducer(data, "test")
     _, arrays = vocabulary(np.random.default_rng(0))
     arrays |= {"token_offsets": np.arange(TOKENS + 1, dtype=np.int32)}
     arrays |= {"token_bytes": np.full(TOKENS, 65, np.uint8)}
-    arrays |= device_arrays(read_transducer(data, "test")) | fresh_slots(1)
+    arrays |= device_arrays(table) | fresh_slots(1, table)
     arrays |= {"fst_state": np.zeros(1, np.int32), "token": np.array([5], np.int32)}
     out = kernels.launch("transduce", 1, arrays, CONSTANTS)
     assert out["output_len"][0] == 201
@@ -242,7 +296,9 @@ def test_a_step_that_emits_too_much_counts_every_byte_and_writes_none_outside(ke
 def test_an_id_that_is_no_token_changes_nothing(kernels: Interpreter, token: int) -> None:
     machine = RandomMachine(99)
     _, arrays = vocabulary(machine.rng)
-    arrays |= device_arrays(machine.table) | fresh_slots(1) | {"token": np.array([token], np.int32)}
+    arrays |= (
+        device_arrays(machine.table) | fresh_slots(1, machine.table) | {"token": np.array([token], np.int32)}
+    )
     out = kernels.launch("transduce", 1, arrays, CONSTANTS)
     assert out["output_len"][0] == 0
     for name in ("fst_state", "ring", "read_pos", "pending_pos", "output", "rule_events"):

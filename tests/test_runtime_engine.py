@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import openai
 import pytest
 import torch
-from runtime_fixtures import Image, make_image, make_model
+from runtime_fixtures import Image, Rules, make_image, make_model
 
 from ralbuild.contract.bundle import Engine as EngineSizes
 from ralbuild.runtime.app import Api
@@ -229,3 +230,31 @@ def test_a_failure_inside_a_stream_reaches_the_openai_client_as_an_error(
     finally:
         server.should_exit = True
         thread.join()
+
+
+def test_a_stop_rule_ends_the_text_and_what_the_rules_append_follows(tmp_path: Path) -> None:
+    """The same model with and without the rule: the text is cut before the byte, the reason is ``stop``."""
+    folder = make_model(tmp_path / "model")
+
+    def answer(rules: Rules) -> tuple[str, str]:
+        made = make_image(
+            tmp_path / f"root{rules.stop}", folder, [rules], engine=EngineSizes(2, 512, "float32")
+        )
+        lifecycle = Lifecycle()
+        service = boot(Settings(root=str(made.root), threads=1), lifecycle, Metrics("0"))
+        lifecycle.enter("ready")
+        pieces: Queue[Piece] = Queue()
+        service.engine.submit(
+            Order(profile=0, prompt=PROMPT, draw=Draw(), max_tokens=60, stops=()), pieces.put
+        )
+        text, last = "", pieces.get(timeout=60)
+        while not last.finish:
+            text, last = text + last.text, pieces.get(timeout=60)
+        service.engine.stop()
+        return text + last.text, last.finish
+
+    whole, _ = answer(Rules())
+    stop = next(char for char in whole[5:] if char.isascii() and char.isprintable())
+    text, finish = answer(Rules(stop=stop, append=" END"))
+    assert text == whole[: whole.index(stop)] + " END"
+    assert finish == "stop"

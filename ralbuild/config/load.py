@@ -23,11 +23,12 @@ from ralbuild.config.model import (
     Action,
     Config,
     FilterConfig,
-    HtmlEnhancerConfig,
+    Model,
     OutputTransformer,
     RouteRule,
     TokenFilter,
 )
+from ralbuild.config.scopes import scope_problems
 from ralbuild.config.strict_yaml import MAX_BYTES, Document, read_yaml
 from ralbuild.config.strict_yaml import Path as KeyPath
 from ralbuild.errors import ConfigError, Problem
@@ -68,7 +69,7 @@ class LoadedConfig:
     path: Path
     source: bytes
     filters: tuple[tuple[int, str, FilterConfig], ...]
-    enhancers: tuple[tuple[int, str, HtmlEnhancerConfig], ...]
+    enhancers: tuple[tuple[int, str, Model], ...]
     kernels: tuple[UserKernel, ...]
     actions: dict[str, Action]
     document: Document
@@ -175,6 +176,8 @@ class _Loader:
         actions = self._resolve_actions(parts)
         filters = self._resolve_filters(parts)
         enhancers, kernels = self._resolve_transformers(parts)
+        if config:
+            self.problems += scope_problems(config, enhancers, self.document)
         if self.problems or config is None:
             raise ConfigError.of(sorted(self.problems, key=_line_and_column))
         return LoadedConfig(
@@ -213,7 +216,7 @@ class _Loader:
 
     def _resolve_transformers(
         self, parts: _Parts
-    ) -> tuple[tuple[tuple[int, str, HtmlEnhancerConfig], ...], tuple[UserKernel, ...]]:
+    ) -> tuple[tuple[tuple[int, str, Model], ...], tuple[UserKernel, ...]]:
         enhancers, kernels = [], []
         names: set[str] = set()
         for index, item in parts.transformers:
@@ -229,7 +232,7 @@ class _Loader:
             elif item.name not in OUTPUT_TRANSFORMERS:
                 self._no_such("output transformer", item.name, at, OUTPUT_TRANSFORMERS)
             else:
-                settings = self._validate(HtmlEnhancerConfig, item.config, (*at, "config"))
+                settings = self._validate(OUTPUT_TRANSFORMERS[item.name], item.config, (*at, "config"))
                 if settings is not None:
                     enhancers.append((index, item.name, settings))
         return tuple(enhancers), tuple(kernels)

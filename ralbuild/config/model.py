@@ -24,6 +24,8 @@ from ralbuild.contract.buffers import BIAS_ROOM
 from ralbuild.pins import load_pins
 
 ARCHITECTURES = load_pins().cubin.archs
+MAX_MARKER_BYTES = 128
+"""Longest stop string or marker of a span."""
 MAX_TEXT_BYTES = 256
 """Longest literal in bytes: a match is held back until it is decided, and hold-back is bounded."""
 
@@ -79,6 +81,16 @@ Literal_ = Annotated[
 OutputText = Annotated[str, AfterValidator(_output_text)]
 
 
+def _marker(text: str) -> str:
+    size = len(text.encode("utf-8"))
+    if not 0 < size <= MAX_MARKER_BYTES:
+        raise ValueError(f"needs 1 to {MAX_MARKER_BYTES} bytes of UTF-8, found {size}")
+    return text
+
+
+Marker = Annotated[str, Field(json_schema_extra={"minLength": 1}), AfterValidator(_marker)]
+
+
 def _pattern(text: str) -> str:
     parse_regex(text)
     return text
@@ -119,28 +131,120 @@ class Routing(Model):
     )
 
 
+Scope = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        max_length=64,
+        description="Where it holds: `all`, `outside` of every span, or the name of one that keeps its text.",
+    ),
+]
+Kind = Literal["api_key", "card", "email", "iban", "ip", "phone", "us_ssn"]
+
+
+class Matcher(Model):
+    """What a rule matches: exactly one of `text` and `pattern`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["text"]}, {"required": ["pattern"]}]}
+    )
+
+    text: Literal_ | None = Field(default=None, description="Literal to match.")
+    pattern: Pattern | None = Field(
+        default=None, description="Regular expression to match: bounded, the longest match is taken."
+    )
+    case_sensitive: bool = Field(default=False, description="Match letters in their case only.")
+    whole_words: bool = Field(default=False, description="Match only where a word starts and ends.")
+
+    @model_validator(mode="after")
+    def _one_matcher(self) -> Matcher:
+        _exactly_one(self, ("text", "pattern"))
+        return self
+
+
+class TextMatcher(Matcher):
+    """What an output rule matches, and where."""
+
+    in_: Scope = Field(default="all", alias="in")
+
+
+def _exactly_one(item: Model, names: tuple[str, ...]) -> None:
+    given = [name for name in names if getattr(item, name) is not None]
+    if len(given) != 1:
+        wanted = f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
+        raise ValueError(f"needs exactly one of {wanted}, found {given or 'none'}")
+
+
 class Redact(Model):
     """Replaces what it matches. Give exactly one of `text`, `pattern` and `kind`."""
 
     model_config = ConfigDict(
-        json_schema_extra={"oneOf": [{"required": ["text"]}, {"required": ["pattern"]}]}
+        json_schema_extra={
+            "oneOf": [{"required": ["text"]}, {"required": ["pattern"]}, {"required": ["kind"]}]
+        }
     )
 
     text: Literal_ | None = Field(default=None, description="Literal to replace.")
     pattern: Pattern | None = Field(
         default=None, description="Regular expression to replace: bounded, the longest match is taken."
     )
-    kind: NotYet[str] = not_yet("Named kind: card, iban, email, phone, ip, us_ssn, api_key.")
+    kind: Kind | None = Field(default=None, description="Named kind to replace; its form is in rules.md.")
     with_: OutputText = Field(default="[redacted]", alias="with", description="What is written instead.")
-    case_sensitive: bool = Field(default=False, description="Match ASCII letters in their case only.")
-    whole_words: bool = Field(default=False, description="Match only where a word starts and ends.")
+    case_sensitive: bool = Field(
+        default=False, description="Match letters in their case only. A kind has its own rule."
+    )
+    whole_words: bool = Field(
+        default=False, description="Match only where a word starts and ends. A kind always does."
+    )
+    in_: Scope = Field(default="all", alias="in")
 
     @model_validator(mode="after")
     def _one_matcher(self) -> Redact:
-        given = [name for name in ("text", "pattern", "kind") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"needs exactly one of 'text', 'pattern' and 'kind', found {given or 'none'}")
+        _exactly_one(self, ("text", "pattern", "kind"))
         return self
+
+
+class Replace(TextMatcher):
+    """Writes another text instead of what it matches."""
+
+    with_: OutputText = Field(alias="with", description="What is written instead.")
+
+
+class Markup(TextMatcher):
+    """Writes something before and after what it matches."""
+
+    before: OutputText = Field(description="Written before the match.")
+    after: OutputText = Field(description="Written after the match.")
+
+
+class Stop(Model):
+    """Ends the text where it first appears; neither it nor what follows is written."""
+
+    text: Marker = Field(description="Exact text.")
+    in_: Scope = Field(default="all", alias="in")
+
+
+class Span(Model):
+    """A part of the text between two exact markers, such as a model's reasoning."""
+
+    name: Identifier = Field(default="span", description="For the `in` of other rules.")
+    open: Marker = Field(description="Exact text that begins the span.")
+    close: Marker = Field(description="Exact text that ends it; else it lasts to the end of the text.")
+    do: Literal["drop", "keep", "exempt"] = Field(
+        description="`drop` writes nothing, `exempt` writes it untouched, `keep` applies rules by their `in`."
+    )
+    begins: Literal["outside", "inside"] = Field(
+        default="outside", description="`inside` when the prompt has already opened the span."
+    )
+
+
+class Structure(Model):
+    """Where a text ends, and which parts of it are special."""
+
+    stop: list[Stop | Marker] = Field(
+        default=[], max_length=256, description="Texts that end the answer, or mappings with `text` and `in`."
+    )
+    spans: list[Span] = Field(default=[], max_length=16, description="Parts of the text between markers.")
 
 
 class Range(Model):
@@ -290,7 +394,7 @@ class Allow(Model):
         return self
 
 
-class Action(Model):
+class Action(Structure):
     """What happens to the requests of a route."""
 
     allow: Allow | None = Field(default=None, description="The only texts that may be generated.")
@@ -324,29 +428,13 @@ class TerminologyConfig(Model):
     )
 
 
-class Replacement(Model):
-    """Replaces what it matches in the input. Give exactly one of `text` and `pattern`."""
+class Replacement(Matcher):
+    """Replaces what it matches in the input."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"oneOf": [{"required": ["text"]}, {"required": ["pattern"]}]}
-    )
-
-    text: Literal_ | None = Field(default=None, description="Literal to replace.")
-    pattern: Pattern | None = Field(
-        default=None, description="Regular expression to replace: bounded, the longest match is taken."
-    )
     with_: OutputText = Field(alias="with", description="What is written instead; may be empty.")
-    case_sensitive: bool = Field(default=False, description="Match ASCII letters in their case only.")
-    whole_words: bool = Field(default=False, description="Match only where a word starts and ends.")
-
-    @model_validator(mode="after")
-    def _one_matcher(self) -> Replacement:
-        if (self.text is None) == (self.pattern is None):
-            raise ValueError("needs exactly one of 'text' and 'pattern'")
-        return self
 
 
-class ReplaceConfig(Model):
+class InputReplaceConfig(Model):
     """`replace`: replacements in the text that users send."""
 
     rules: list[Replacement] = Field(
@@ -372,16 +460,31 @@ class MaxLengthConfig(Model):
 
 
 class HtmlEnhancerConfig(Model):
-    """`html_enhancer`: bold terms in the output."""
+    """`html_enhancer`: bold terms in the output, and escapes."""
 
     bold_terms: list[Literal_] = Field(
         default=[], max_length=10_000, description="Wrapped in `<b>` and `</b>`."
     )
-    case_sensitive: bool = Field(default=False, description="Match ASCII letters in their case only.")
+    case_sensitive: bool = Field(default=False, description="Match letters in their case only.")
     whole_words: bool = Field(default=True, description="Match only where a word starts and ends.")
-    escape: bool = Field(
-        default=False, description="Write the model's own `&`, `<`, `>` and quotes as HTML entities."
+    escape: bool | Literal["html", "json"] = Field(
+        default=False,
+        description="`html` (or true) writes the model's own `&`, `<`, `>` and quotes as entities; "
+        "`json` writes quotes, backslashes and control characters as in a JSON string.",
     )
+    in_: Scope = Field(default="all", alias="in")
+
+
+class ReplaceConfig(Model):
+    """`replace`: other texts in the output."""
+
+    rules: list[Replace] = Field(default=[], max_length=10_000, description="What is replaced.")
+
+
+class MarkupConfig(Model):
+    """`markup`: any tags around terms in the output."""
+
+    rules: list[Markup] = Field(default=[], max_length=10_000, description="What gets marked up.")
 
 
 class TokenFilter(Model):
@@ -410,7 +513,7 @@ class Preprocessing(Model):
     token_filters: list[TokenFilter] = Field(default=[], max_length=64, description="Applied to user text.")
 
 
-class Postprocessing(Model):
+class Postprocessing(Structure):
     """What happens to every output, whatever its route."""
 
     output_transformers: list[OutputTransformer] = Field(
@@ -458,13 +561,17 @@ class Config(Model):
     runtime: Runtime = Field(default=Runtime(), description="Settings of the engine in the image.")
 
 
-FilterConfig = TerminologyConfig | ReplaceConfig | MaxLengthConfig
+FilterConfig = TerminologyConfig | InputReplaceConfig | MaxLengthConfig
 TOKEN_FILTERS: dict[str, type[FilterConfig]] = {
     "financial_terminology_normalizer": TerminologyConfig,
     "max_length": MaxLengthConfig,
+    "replace": InputReplaceConfig,
+}
+OUTPUT_TRANSFORMERS: dict[str, type[Model]] = {
+    "html_enhancer": HtmlEnhancerConfig,
+    "markup": MarkupConfig,
     "replace": ReplaceConfig,
 }
-OUTPUT_TRANSFORMERS: dict[str, type[Model]] = {"html_enhancer": HtmlEnhancerConfig}
 
 BUILT_IN_ACTIONS: dict[str, Action] = {
     "apply_financial_guardrails": Action(

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from re import _constants as sre  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
+
+from ralbuild.config.letters import letter_cases
 
 MAX_MATCH_BYTES = 256
 MAX_NODES = 4096
@@ -63,8 +66,8 @@ class Repeat:
 Node = Chars | Sequence | Choice | Repeat
 
 
-def parse_regex(text: str) -> Node:
-    """Parse a pattern.
+def parse_regex(text: str, longest: int = MAX_MATCH_BYTES) -> Node:
+    """Parse a pattern whose matches may have up to ``longest`` bytes.
 
     Raises:
         ValueError: saying which part is no regular expression, not supported, or not bounded.
@@ -81,10 +84,10 @@ def parse_regex(text: str) -> Node:
     least, most = width(node)
     if least == 0:
         raise ValueError("matches the empty text; a rule must match at least one character")
-    if most > MAX_MATCH_BYTES:
+    if most > longest:
         raise ValueError(
             f"unbounded hold-back: a match may have {'any number of' if most >= HUGE else most} bytes, "
-            f"at most {MAX_MATCH_BYTES} are allowed; bound the repeats, as in [0-9]{{6,12}}"
+            f"at most {longest} are allowed; bound the repeats, as in [0-9]{{6,12}}"
         )
     return node
 
@@ -174,6 +177,16 @@ def width(node: Node) -> tuple[int, int]:
         return min(low for low, _ in parts), max(high for _, high in parts)
     low, high = width(node.item)
     return low * node.least, min(HUGE, high * node.most)
+
+
+def can_match(node: Node, char: str) -> bool:
+    """Tell whether a match of ``node`` can hold the character ``char``."""
+    if isinstance(node, Chars):
+        return any(low <= ord(char) <= high for low, high in node.code_points(ignore_case=True))
+    parts = node.items if isinstance(node, Sequence) else node.options if isinstance(node, Choice) else ()
+    return any(can_match(part, char) for part in parts) or (
+        isinstance(node, Repeat) and can_match(node.item, char)
+    )
 
 
 def _size(node: Node) -> int:
@@ -269,14 +282,14 @@ def _encodable_ranges(ranges: Any) -> Ranges:
     return tuple(merged)
 
 
+@cache
 def case_folded(ranges: Ranges) -> Ranges:
-    """Return ``ranges`` with the other case of every ASCII letter in them."""
+    """Return ``ranges`` with every letter that equals one in them when case is ignored."""
     out = list(ranges)
-    for low, high in ranges:
-        for first, shift in ((65, 32), (97, -32)):
-            begin, end = max(low, first), min(high, first + 25)
-            if begin <= end:
-                out.append((begin + shift, end + shift))
+    for letter, group in letter_cases().items():
+        code = ord(letter)
+        if any(low <= code <= high for low, high in ranges):
+            out += [(ord(other), ord(other)) for other in group]
     return _encodable_ranges(out)
 
 

@@ -19,6 +19,9 @@ PROMPT_FLAG, COUNT_MASK = -0x8000, 0x7FFF
 COUNTERS = ("steps", "tokens", "ended", "refused", "masked", "dead")
 """Entries of `counters`, by `feedback`'s order."""
 
+FRONT_REGISTERS = 8
+"""Words that the stages before the rules keep per slot; `Slot.registers` gives them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
@@ -60,14 +63,30 @@ BUFFERS: dict[str, Buffer] = {
     "ban_state": Buffer("*i32", "B", "state of the ban automaton"),
     "ban_events": Buffer("*i32", "B", "candidates refused by the last step"),
     "draw_event": Buffer("*i32", "B", "last step: 1 it masked the whole row, 2 and no token was legal"),
-    "fst_class": Buffer("*u8", "256", "byte to class, transducer"),
+    "fst_class": Buffer("*u8", "512", "symbol to class, transducer"),
     "fst_next": Buffer("*i32", "S * C", "packed state and program, transducer"),
-    "fst_final": Buffer("*i32", "S", "program at the end of the text"),
+    "fst_final": Buffer("*i32", "S", "program at the end of the text or of a part of it"),
     "fst_classes": Buffer("i32", "", "C of the transducer"),
     "program_offsets": Buffer("*i32", "P + 1", "start of each program in program_ops"),
     "program_ops": Buffer("*i32", "", "packed operations"),
     "string_offsets": Buffer("*i32", "K + 1", "start of each string in string_pool"),
     "string_pool": Buffer("*u8", "", "bytes that EMIT writes"),
+    "word_pages": Buffer("*u8", "4352", "page of bits for each 256 code points"),
+    "word_bits": Buffer("*u8", "pages * 32", "1 for each word character"),
+    "modes": Buffer("*i32", "M, 4", "first state of markers, kinds, rules; program at the end; -1: none"),
+    "mark_class": Buffer("*u8", "256", "byte to class, markers"),
+    "mark_next": Buffer("*i32", "SM * CM", "packed state and action, markers"),
+    "mark_actions": Buffer("*i32", "A, 2", "bytes released, number of the marker plus 1"),
+    "marker_rows": Buffer("*i32", "K, 3", "rule, flags (1 keep, 2 stop), next mode"),
+    "mark_classes": Buffer("i32", "", "CM"),
+    "kind_class": Buffer("*u8", "512", "symbol to class, kinds"),
+    "kind_next": Buffer("*i32", "SK * CK", "packed state and list of accepts, kinds"),
+    "kind_final": Buffer("*i32", "SK", "list of accepts at the end of the text"),
+    "accept_offsets": Buffer("*i32", "lists + 1", "start of each list in accept_rows"),
+    "accept_rows": Buffer("*i32", "", "rows of kind_rows, best first"),
+    "kind_rows": Buffer("*i32", "kinds, 3", "rule, check (1 Luhn, 2 mod 97), string"),
+    "kind_classes": Buffer("i32", "", "CK"),
+    "front": Buffer("*i32", "B, 8", "registers of markers and kinds, see docs/kernels.md"),
     "fst_state": Buffer("*i32", "B", "state of the transducer; -1 once the text has ended"),
     "ring": Buffer("*u8", "B, R", "raw text, by position modulo R"),
     "read_pos": Buffer("*i32", "B", "bytes read"),

@@ -1,157 +1,72 @@
-"""The rules of all routes as one byte-level transducer, and the plain executor that defines it.
+"""The rules of all routes as one machine over text, and the plain executor that defines it.
 
-The table is deterministic. For a state ``q`` and a byte ``b`` the entry ``trans[q * C + cls[b]]``
-holds the next state in its low `STATE_BITS` bits and a program number above them. A program is a
-short list of operations on the bytes that are read but not yet decided ("pending"):
+A text goes through three stages, each of which holds back only what it cannot decide:
 
-    COPY n   move n pending bytes to the output
-    EMIT k   write string k of the pool
-    DROP n   forget n pending bytes
-    EVENT r  count one match of rule r
+1. Markers (stop strings, openings and closings of spans): an automaton over bytes. An action releases
+   bytes to the next stage; when a marker is complete, all that was released is decided as at the end
+   of a text, and the next mode begins.
+2. Kinds (card numbers and the like): one candidate at a time, from the first place where one can begin.
+   What a candidate's form accepts counts when its check (Luhn, mod 97) holds, the longest wins. When
+   it can go no further, it is replaced, or its first character is released and the rest is read again.
+3. Rules: for a state ``q`` and a symbol ``s`` the entry ``trans[q * C + cls[s]]`` holds the next state
+   in its low `STATE_BITS` bits and a program number above them. A program is a short list of
+   operations on what is read but not yet decided ("pending"):
 
-When the text ends, ``final[q]`` is the program that decides what is pending. A route is a start
-state. This executor is the oracle: the CPU target runs it, and the GPU kernel must agree with it
-byte for byte. Method: Mihov and Schulz 2007, subsequential transducers for leftmost-longest
-rewriting; docs/rules.md gives the semantics.
+       COPY n   move n pending bytes to the output
+       EMIT k   write string k of the pool
+       DROP n   forget n pending bytes
+       EVENT r  count one match of rule r
+
+   ``final[q]`` is the program that decides what is pending when the text, or its part, ends.
+
+Kinds and rules read whole characters: the last bytes of one that is not complete wait. This executor is
+the oracle: the CPU target runs it, and the GPU kernel must agree with it byte for byte. Method of
+stage 3: Mihov and Schulz 2007, subsequential transducers; docs/rules.md gives the meaning.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ralbuild.contract.arrays import Array, make_array, read_arrays, write_arrays
-from ralbuild.contract.codec import FormatError
+from ralbuild.contract.transducer_table import (
+    COPY,
+    DEAD,
+    DROP,
+    EMIT,
+    EVENT,
+    FRONT_BITS,
+    KEEP,
+    LUHN,
+    MOD_97,
+    NONE,
+    PASS_PROGRAM,
+    PROGRAM_LIMIT,
+    STATE_BITS,
+    STATE_MASK,
+    STOP,
+    Front,
+    TransducerTable,
+    read_transducer,
+    write_transducer,
+)
+from ralbuild.contract.words import WordTable, unfinished
 
-FORMAT = "ralbuild.transducer/1"
-STATE_BITS = 18
-STATE_MASK = (1 << STATE_BITS) - 1
-PROGRAM_LIMIT = 1 << (32 - STATE_BITS)
-COPY, EMIT, DROP, EVENT = range(4)
-PASS_PROGRAM = 0
-"""Program 0 is always ``COPY 1``: text that no rule can touch."""
+__all__ = [
+    "COPY", "DROP", "EMIT", "EVENT", "PASS_PROGRAM", "PROGRAM_LIMIT", "STATE_BITS", "STATE_MASK", "Front",
+    "Slot", "Transducer", "TransducerTable", "holds", "read_transducer", "write_transducer",
+]  # fmt: skip
+
+_FRONT_MASK = (1 << FRONT_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class TransducerTable:
-    """A compiled set of rules.
+class _Mode:
+    """One row of ``modes``; -1 for what the mode does not have."""
 
-    Attributes:
-        classes: C, the number of byte classes.
-        cls: byte to class, 256 entries.
-        trans: S * C packed entries, row per state.
-        final: program to run when the text ends, per state.
-        prog_off: P + 1 offsets into ``prog_ops``; one packed word ``argument << 2 | kind`` per operation.
-        prog_ops: the packed operations of all programs.
-        str_off: K + 1 offsets into ``pool``.
-        pool: the bytes of all strings that EMIT writes.
-        starts: start state per profile.
-        max_held: the longest pending text, in bytes, that any state can hold back.
-        rules: number of rule ids that EVENT may name.
-    """
-
-    classes: int
-    cls: memoryview
-    trans: memoryview
-    final: memoryview
-    prog_off: memoryview
-    prog_ops: memoryview
-    str_off: memoryview
-    pool: memoryview
-    starts: memoryview
-    max_held: int
-    rules: int
-
-    @property
-    def states(self) -> int:
-        """S, the number of states."""
-        return len(self.final)
-
-
-def write_transducer(
-    *,
-    cls: list[int],
-    rows: list[list[int]],
-    final: list[int],
-    programs: list[list[tuple[int, int]]],
-    strings: list[bytes],
-    starts: list[int],
-    max_held: int,
-    rules: int,
-) -> bytes:
-    """Serialise a transducer; ``rows`` hold packed entries, ``programs`` hold (kind, argument) pairs."""
-    classes = max(cls) + 1
-    prog_off: list[int] = [0]
-    ops: list[int] = []
-    for program in programs:
-        ops.extend(arg << 2 | kind for kind, arg in program)
-        prog_off.append(len(ops))
-    str_off = [0]
-    for text in strings:
-        str_off.append(str_off[-1] + len(text))
-    pool = b"".join(strings)
-    arrays = {
-        "cls": make_array("U8", cls),
-        "trans": make_array("U32", [entry for row in rows for entry in row], (len(rows), classes)),
-        "final": make_array("U32", final),
-        "prog_off": make_array("U32", prog_off),
-        "prog_ops": make_array("U32", ops),
-        "str_off": make_array("U32", str_off),
-        "pool": Array("U8", (len(pool),), pool),
-        "starts": make_array("U32", starts),
-    }
-    metadata = {"format": FORMAT, "max_held": str(max_held), "rules": str(rules)}
-    return write_arrays(arrays, metadata)
-
-
-def read_transducer(data: bytes, where: str) -> TransducerTable:
-    """Parse and check a table: every state, program, string and rule number is in range.
-
-    Raises:
-        FormatError: naming the array that is wrong.
-    """
-    file = read_arrays(data, where)
-    file.expect_format(FORMAT, where)
-    final = file.take("final", "U32")
-    trans = file.take("trans", "U32")
-    states = len(final)
-    classes = len(trans) // states if states else 0
-    table = TransducerTable(
-        classes=classes,
-        cls=file.take("cls", "U8", 256),
-        trans=trans,
-        final=final,
-        prog_off=file.take("prog_off", "U32"),
-        prog_ops=file.take("prog_ops", "U32"),
-        str_off=file.take("str_off", "U32"),
-        pool=file.take("pool", "U8"),
-        starts=file.take("starts", "U32"),
-        max_held=file.number("max_held"),
-        rules=file.number("rules"),
-    )
-    _check_ranges(table, where)
-    return table
-
-
-def _check_ranges(table: TransducerTable, where: str) -> None:
-    programs = len(table.prog_off) - 1
-    strings = len(table.str_off) - 1
-    if not table.states or len(table.trans) != table.states * table.classes or not len(table.starts):
-        raise FormatError(where, "the table has no states or a ragged transition array")
-    if max(table.cls) >= table.classes:
-        raise FormatError(where, "a byte class is out of range")
-    largest = max(table.trans)
-    if largest >> STATE_BITS >= programs or max(table.final) >= programs:
-        raise FormatError(where, "a program number is out of range")
-    if max(entry & STATE_MASK for entry in table.trans) >= table.states or max(table.starts) >= table.states:
-        raise FormatError(where, "a state number is out of range")
-    for word in table.prog_ops:
-        kind, arg = word & 3, word >> 2
-        if (kind == EMIT and arg >= strings) or (kind == EVENT and arg >= table.rules):
-            raise FormatError(where, "an operation names a string or rule that is not there")
-    if list(table.prog_off) != sorted(table.prog_off) or table.prog_off[-1] != len(table.prog_ops):
-        raise FormatError(where, "the program offsets are not ascending")
-    if list(table.str_off) != sorted(table.str_off) or table.str_off[-1] != len(table.pool):
-        raise FormatError(where, "the string offsets are not ascending")
+    mark: int
+    kind: int
+    rule: int
+    end: int
 
 
 class Transducer:
@@ -160,19 +75,30 @@ class Transducer:
     def __init__(self, table: TransducerTable) -> None:
         self.table = table
         pool = bytes(table.pool)
-        strings = [pool[a:b] for a, b in zip(table.str_off, table.str_off[1:], strict=False)]
+        self.strings = [pool[a:b] for a, b in zip(table.str_off, table.str_off[1:], strict=False)]
         self.programs: list[tuple[tuple[int, int, bytes], ...]] = []
         for a, b in zip(table.prog_off, table.prog_off[1:], strict=False):
             words = [(word & 3, word >> 2) for word in table.prog_ops[a:b]]
-            self.programs.append(tuple((k, n, strings[n] if k == EMIT else b"") for k, n in words))
-        self.cls = bytes(table.cls)
-        self.trans = table.trans
-        self.final = table.final
-        self.classes = table.classes
+            self.programs.append(tuple((k, n, self.strings[n] if k == EMIT else b"") for k, n in words))
+        self.words = WordTable(table.word_pages, table.word_bits)
+        plain = [-1 if value == NONE else value for value in table.modes]
+        self.modes = [_Mode(*plain[row : row + 4]) for row in range(0, len(plain), 4)]
+        rows = table.kind_rows
+        self.kinds = list(zip(rows[0::3], rows[1::3], rows[2::3], strict=True))
+        self.accepts = [
+            tuple(table.accept_rows[a:b])
+            for a, b in zip(table.accept_off, table.accept_off[1:], strict=False)
+        ]
+        self.mark_classes, self.kind_classes = table.mark_classes, table.kind_classes
+        self._low = (bytes(table.cls[:256]), bytes(table.kind_class[:256]))
+        self._high = (bytes(table.cls[256:]), bytes(table.kind_class[256:]))
+        self._spelled: dict[str, tuple[bytes, bytes]] = {}
 
     def start(self, profile: int) -> Slot:
-        """Return a fresh slot in the start state of ``profile``."""
-        return Slot(self, self.table.starts[profile])
+        """Return a fresh slot for ``profile``."""
+        mode = self.table.starts[profile]
+        row = self.modes[mode]
+        return Slot(self, mode, row.mark, row.kind, row.rule)
 
     def rewrite(self, profile: int, data: bytes) -> tuple[bytes, list[int]]:
         """Rewrite a whole text; return the output and the rule ids that matched, in order."""
@@ -180,57 +106,263 @@ class Transducer:
         out = slot.feed(data) + slot.finish()
         return out, slot.events
 
+    def classes(self, data: bytes) -> tuple[bytes, bytes]:
+        """Return the class of every byte of whole characters, for the rules and for the kinds."""
+        if data.isascii():
+            return data.translate(self._low[0]), data.translate(self._low[1])
+        spelled = [self._spell(char) for char in data.decode("utf-8", "surrogateescape")]
+        return b"".join([rule for rule, _ in spelled]), b"".join([kind for _, kind in spelled])
+
+    def _spell(self, char: str) -> tuple[bytes, bytes]:
+        found = self._spelled.get(char)
+        if found is None:
+            data = char.encode("utf-8", "surrogateescape")
+            sides = self._high if len(data) > 1 and self.words.is_word(ord(char)) else self._low
+            found = data.translate(sides[0]), data.translate(sides[1])
+            if len(self._spelled) < 1 << 16:
+                self._spelled[char] = found
+        return found
+
 
 @dataclass(slots=True)
 class Slot:
-    """One text being rewritten.
+    """One text being rewritten. Positions count in ``raw``; bytes before ``at`` are decided.
 
     Attributes:
         machine: the shared table.
-        state: current state.
-        pending: bytes read and not yet decided; never longer than the table's ``max_held``.
+        mode, mark, kind, state: the mode, and the state of each stage.
         events: rule ids that matched, in order; the reader may clear it.
+        stopped: a stop string has ended the text; what follows is not read.
+        raw: the bytes that are not decided.
+        read: how far the rules have read; start: how far the kinds have released, a candidate begins here.
+        kind_at: how far the kinds have read; free: how far the markers have released; seen: have read.
+        best_end, best: end and row of the longest accept of the candidate.
     """
 
     machine: Transducer
+    mode: int
+    mark: int
+    kind: int
     state: int
-    pending: bytearray = field(default_factory=bytearray)
     events: list[int] = field(default_factory=list)
+    stopped: bool = False
+    raw: bytearray = field(default_factory=bytearray)
+    rule_class: bytearray = field(default_factory=bytearray)
+    kind_class: bytearray = field(default_factory=bytearray)
+    at: int = 0
+    read: int = 0
+    start: int = 0
+    kind_at: int = 0
+    free: int = 0
+    seen: int = 0
+    best_end: int = 0
+    best: int = -1
+
+    @property
+    def pending(self) -> bytes:
+        """The bytes read and not yet decided; never longer than the table's ``max_held``."""
+        return bytes(self.raw)
+
+    def registers(self, end: int) -> tuple[int, ...]:
+        """Return the row of ``front`` when ``end`` bytes were read in all: docs/kernels.md."""
+        base = end - len(self.raw)
+        places = (base + self.free, base + self.kind_at, base + self.start)
+        best_end = base + self.best_end if self.best >= 0 else 0
+        return (self.mode, self.mark, self.kind, *places, self.best, best_end)
 
     def feed(self, data: bytes) -> bytes:
-        """Read the bytes of one token and return what is now decided."""
-        machine = self.machine
-        trans, cls, classes = machine.trans, machine.cls, machine.classes
-        state, pending = self.state, self.pending
+        """Read the bytes of one token and return what is now decided; nothing after a stop string."""
+        if self.stopped:
+            return b""
         out = bytearray()
-        for byte in data:
-            entry = trans[state * classes + cls[byte]]
-            state = entry & STATE_MASK
-            program = entry >> STATE_BITS
-            pending.append(byte)
-            if program == PASS_PROGRAM:
-                out.append(pending[0])
-                del pending[0]
+        self.raw += data
+        while self.seen < len(self.raw) and not self.stopped:
+            if self.machine.modes[self.mode].mark < 0:
+                self.free = self.seen = len(self.raw)
             else:
-                self._run(program, out)
-        self.state = state
+                self._read_marker(out)
+        if not self.stopped:
+            self._advance(out, last=False)
+            self._forget()
         return bytes(out)
 
     def finish(self) -> bytes:
         """End the text: decide what is pending and return it, with anything appended at the end."""
-        out = bytearray()
-        self._run(self.machine.final[self.state], out)
-        return bytes(out)
+        rest, appended = self.close()
+        return rest + appended
+
+    def close(self) -> tuple[bytes, bytes]:
+        """End the text; return what was pending, and what the rules append to any text."""
+        rest, appended = bytearray(), bytearray()
+        if not self.stopped:
+            self.free = self.seen = len(self.raw)
+            self._settle(rest)
+            self._forget()
+        self._append(appended)
+        return bytes(rest), bytes(appended)
+
+    def abandon(self) -> bytes:
+        """End the text and drop what is pending; return what the rules append to any text."""
+        appended = bytearray()
+        self._append(appended)
+        return bytes(appended)
+
+    def _append(self, out: bytearray) -> None:
+        end = self.machine.modes[self.mode].end
+        if end >= 0:
+            self._run(end, out)
+
+    def _forget(self) -> None:
+        """Let go of what is decided."""
+        done = self.at
+        if done:
+            del self.raw[:done], self.rule_class[:done], self.kind_class[:done]
+            self.at = 0
+            # Nothing that is not decided was read less far; max() only keeps a damaged table in bounds.
+            self.read = max(0, self.read - done)
+            self.start = max(0, self.start - done)
+            self.kind_at = max(0, self.kind_at - done)
+            self.free = max(0, self.free - done)
+            self.seen = max(0, self.seen - done)
+            self.best_end -= done
+
+    # Stage 1: markers
+
+    def _read_marker(self, out: bytearray) -> None:
+        machine, table = self.machine, self.machine.table
+        entry = table.mark_next[self.mark * machine.mark_classes + table.mark_class[self.raw[self.seen]]]
+        self.mark, action = entry & _FRONT_MASK, entry >> FRONT_BITS
+        self.seen += 1
+        self.free = min(self.free + table.mark_actions[2 * action], self.seen)
+        marker = table.mark_actions[2 * action + 1]
+        if marker:
+            self._pass_marker(marker - 1, out)
+
+    def _pass_marker(self, number: int, out: bytearray) -> None:
+        """Decide what came before the marker, and begin the mode that follows it."""
+        rule, flags, mode = self.machine.table.marker_rows[3 * number : 3 * number + 3]
+        self._settle(out)
+        if flags & KEEP:
+            out += self.raw[self.free : self.seen]
+        self.events.append(rule)
+        self.at = self.read = self.start = self.kind_at = self.free = self.seen
+        gap = bytes(self.seen - len(self.rule_class))
+        self.rule_class += gap
+        self.kind_class += gap
+        row = self.machine.modes[mode]
+        self.mode, self.mark, self.kind, self.state = mode, row.mark, row.kind, row.rule
+        if flags & STOP:
+            self.stopped = True
+            self.raw.clear()
+
+    def _settle(self, out: bytearray) -> None:
+        """Decide everything that the markers have released."""
+        self._advance(out, last=True)
+        self._run(self.machine.table.final[self.state], out)
+        self.state = self.machine.modes[self.mode].rule
+
+    # Stage 2: kinds
+
+    def _advance(self, out: bytearray, *, last: bool) -> None:
+        """Read the whole characters that are released; with ``last`` no more follow."""
+        known = len(self.rule_class)
+        fresh = bytes(self.raw[known : self.free])
+        if not last:
+            fresh = fresh[: len(fresh) - unfinished(fresh)]
+        rule, kind = self.machine.classes(fresh)
+        self.rule_class += rule
+        self.kind_class += kind
+        if self.kind < 0:
+            self.start = self.kind_at = len(self.rule_class)
+        else:
+            self._read_kinds(out)
+            while last and self.start < self.kind_at:
+                self._accept(self.machine.table.kind_final[self.kind])
+                self._resolve(out)
+                self._read_kinds(out)
+        self._read_rules(out)
+
+    def _read_kinds(self, out: bytearray) -> None:
+        machine, table, classes = self.machine, self.machine.table, self.kind_class
+        home = machine.modes[self.mode].kind
+        while self.kind_at < len(classes):
+            entry = table.kind_next[self.kind * machine.kind_classes + classes[self.kind_at]]
+            if entry >> FRONT_BITS:
+                self._accept(entry >> FRONT_BITS)
+            target = entry & _FRONT_MASK
+            if target == DEAD:
+                self._resolve(out)
+                continue
+            self.kind = target
+            self.kind_at += 1
+            if target in (home, home + 1):
+                self.start = self.kind_at
+
+    def _accept(self, number: int) -> None:
+        """The candidate may end here: take it for the first of its kinds whose check holds."""
+        if self.kind_at == self.start:
+            return  # no table that we make asks for this
+        for row in self.machine.accepts[number]:
+            if holds(self.machine.kinds[row][1], self.raw[self.start : self.kind_at]):
+                self.best, self.best_end = row, self.kind_at
+                return
+
+    def _resolve(self, out: bytearray) -> None:
+        """Replace the candidate, or release its first character, and read on after that."""
+        home = self.machine.modes[self.mode]
+        self.kind = home.kind
+        if self.best >= 0:
+            rule, _, string = self.machine.kinds[self.best]
+            self._read_rules(out)
+            self._run(self.machine.table.final[self.state], out)
+            out += self.machine.strings[string]
+            self.events.append(rule)
+            self.at = self.read = self.start = self.kind_at = self.best_end
+            self.state = home.rule
+            self.best = -1
+            return
+        size, word = self.machine.words.character(self.raw, self.start)
+        self.kind += word
+        self.start += size
+        self.kind_at = self.start
+
+    # Stage 3: rules
+
+    def _read_rules(self, out: bytearray) -> None:
+        machine, classes = self.machine, self.rule_class
+        trans, width, state = machine.table.trans, machine.table.classes, self.state
+        for place in range(self.read, self.start):
+            entry = trans[state * width + classes[place]]
+            state = entry & STATE_MASK
+            program = entry >> STATE_BITS
+            if program == PASS_PROGRAM:
+                out += self.raw[self.at : self.at + 1]
+                self.at += 1
+            else:
+                self._run(program, out)
+        self.read = self.start
+        self.state = state
 
     def _run(self, program: int, out: bytearray) -> None:
-        pending = self.pending
         for kind, arg, text in self.machine.programs[program]:
             if kind == COPY:
-                out += pending[:arg]
-                del pending[:arg]
+                out += self.raw[self.at : self.at + arg]
+                self.at += arg
             elif kind == EMIT:
                 out += text
             elif kind == DROP:
-                del pending[:arg]
+                self.at += arg
             else:
                 self.events.append(arg)
+
+
+def holds(check: int, text: bytes | bytearray) -> bool:
+    """Tell whether a kind's checksum holds: Luhn (ISO/IEC 7812-1) or mod 97 (ISO 13616)."""
+    if check == LUHN:
+        digits = [byte - 48 for byte in reversed(text) if 48 <= byte <= 57]
+        return (sum(digits[::2]) + sum(sum(divmod(2 * digit, 10)) for digit in digits[1::2])) % 10 == 0
+    if check == MOD_97:
+        turned = bytes(text[4:] + text[:4]).decode("ascii", "replace")
+        number = "".join(str(int(char, 36)) for char in turned if char.isascii() and char.isalnum())
+        return bool(number) and int(number) % 97 == 1
+    return True

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ralbuild.config.load import LoadedConfig
-from ralbuild.contract.buffers import OUTPUT_BYTES, RING_BYTES
 from ralbuild.contract.bundle import InputLimit, SelfTest
 from ralbuild.contract.transducer import Transducer, read_transducer
 from ralbuild.contract.vocab import write_vocab
 from ralbuild.errors import CompileError
 from ralbuild.fold.bans import build_bans
+from ralbuild.fold.bounds import check_buffers
 from ralbuild.fold.input_rules import input_limits
+from ralbuild.fold.kinds import KIND_SAMPLES
 from ralbuild.fold.routes import Overlaps, RoutePatterns
 from ralbuild.fold.rules import ProfileRules, RuleSet, collect_rules
 from ralbuild.fold.sampling import resolve_biases
@@ -46,33 +47,34 @@ class Folded:
     self_tests: tuple[SelfTest, ...]
 
 
-def fold(loaded: LoadedConfig, tokens: Sequence[bytes]) -> Folded:
+def fold(loaded: LoadedConfig, tokens: Sequence[bytes], *, strips: bool = False) -> Folded:
     """Compile every declarative rule of a config.
 
     Args:
         loaded: the checked config.
         tokens: the bytes of each token id; special tokens have none.
+        strips: the tokenizer takes one space away from the beginning of a text.
 
     Raises:
-        CompileError: when the tables outgrow their budget or a token its ring buffer.
+        CompileError: when the tables outgrow their budget or a step its buffers.
     """
     rule_set = collect_rules(loaded)
     rule_set = replace(rule_set, profiles=resolve_biases(rule_set.profiles, loaded, tokens))
     _check_spelling(rule_set, tokens)
     data, size = TransducerBuilder(rule_set.rules_of).build(len(rule_set.rules))
-    _check_buffers(size, max((len(token) for token in tokens), default=0))
+    check_buffers(read_transducer(data, "transducer"), rule_set.rules_of, rule_set.rules, tokens)
     bans = build_bans([rules.limits for rules in rule_set.rules_of])
     patterns = route_patterns(loaded, rule_set)
     return Folded(
         rule_set,
         data,
         bans,
-        write_vocab(tokens),
+        write_vocab(tokens, strips=strips),
         patterns.table(),
         patterns.overlaps(),
         size,
         input_limits(loaded),
-        _self_tests(rule_set, data, tokens),
+        _self_tests(rule_set, data, tokens, strips=strips),
     )
 
 
@@ -96,29 +98,17 @@ def _check_spelling(rule_set: RuleSet, tokens: Sequence[bytes]) -> None:
                 raise CompileError(message, place=f"action {rules.limits.name!r}: allow")
 
 
-def _check_buffers(size: TransducerSize, longest_token: int) -> None:
-    if size.max_held + longest_token > RING_BYTES:
-        raise CompileError(
-            f"rules hold back up to {size.max_held} bytes and the longest token has {longest_token}; "
-            f"together at most {RING_BYTES} bytes fit the ring buffer",
-            place="fold",
-            hint="shorten the longest rule",
-        )
-    if longest_token > OUTPUT_BYTES:
-        raise CompileError(
-            f"the longest token has {longest_token} bytes; at most {OUTPUT_BYTES} fit the output buffer",
-            place="tokenizer.json",
-        )
-
-
-def _self_tests(rule_set: RuleSet, data: bytes, tokens: Sequence[bytes]) -> tuple[SelfTest, ...]:
+def _self_tests(
+    rule_set: RuleSet, data: bytes, tokens: Sequence[bytes], *, strips: bool
+) -> tuple[SelfTest, ...]:
     """Make one text per profile that its first rules match, and let the oracle say what comes out."""
     machine = Transducer(read_transducer(data, "transducer"))
     spell = _Speller(tokens)
     tests = []
     for index, rules in enumerate(rule_set.rules_of):
         ids = spell.ids(_sample_text(rules))
-        out, _ = machine.rewrite(index, b"".join(tokens[token] for token in ids))
+        text = b"".join(tokens[token] for token in ids)
+        out, _ = machine.rewrite(index, text.removeprefix(b" ") if strips else text)
         tests.append(SelfTest(index, ids, out.hex()))
     return tuple(tests)
 
@@ -127,8 +117,11 @@ def _sample_text(rules: ProfileRules) -> bytes:
     """Return text in which whole words, parts of words and a cut-off match all occur."""
     literals = [rule.pattern for rule in rules.texts if isinstance(rule.pattern, bytes)][:SELF_TEST_RULES]
     parts = [b"A " + text + b", x" + text + b"y & " + text.upper() + b"." for text in literals]
+    parts += [KIND_SAMPLES[rule.kind] for rule in rules.kinds]
+    parts += [span.open + b" inside " + span.close for span in rules.spans]
+    parts += [rule.text for rule in rules.stops[:1]]
     tail = literals[0][:-1] if literals else b""
-    return b"Self-test: " + b" ".join(parts) + " é 風 <i> ".encode() + tail
+    return b"Self-test: \xc3\xa9 \xe9\xa2\xa8 <i> " + b" ".join(parts) + b" " + tail
 
 
 class _Speller:

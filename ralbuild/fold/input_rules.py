@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ralbuild.config.load import LoadedConfig
-from ralbuild.config.model import MaxLengthConfig, ReplaceConfig, TerminologyConfig
+from ralbuild.config.model import InputReplaceConfig, MaxLengthConfig, TerminologyConfig
 from ralbuild.config.regex import Node, parse_regex
 from ralbuild.contract.bundle import CHARACTERS, RUN, TOKENS, InputLimit
 
@@ -30,7 +30,7 @@ def replacements(loaded: LoadedConfig, add: AddRule) -> Iterator[tuple[int, byte
                 for number, term in enumerate(synonyms):
                     rule = add("replace", term, name, loaded.place(*at, "synonyms", canonical, number))
                     yield rule, term.encode(), canonical.encode(), *flags
-        elif isinstance(settings, ReplaceConfig):
+        elif isinstance(settings, InputReplaceConfig):
             for number, item in enumerate(settings.rules):
                 shown = item.text if item.text is not None else f"/{item.pattern}/"
                 rule = add("replace", shown, name, loaded.place(*at, "rules", number))

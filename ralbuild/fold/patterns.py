@@ -1,7 +1,9 @@
-"""Patterns over bytes as one nondeterministic automaton, and its subset construction on demand.
+"""Patterns as one nondeterministic automaton over symbols, and its subset construction on demand.
 
-All rules of a build share one `Nfa`. `Dfa` determinises it lazily, over byte classes: bytes that no
-rule tells apart are one class, which keeps the tables small.
+A symbol is a byte of the text, and whether its character is a word character: ``byte`` when it is
+not (or is ASCII, where the byte says it), ``256 + byte`` when it is. So word boundaries of every
+script are plain transitions. All rules of a build share one `Nfa`. `Dfa` determinises it lazily,
+over symbol classes: symbols that no rule tells apart are one class, which keeps the tables small.
 """
 
 from __future__ import annotations
@@ -10,10 +12,15 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 
+from ralbuild.config.letters import same_letters
 from ralbuild.config.regex import HUGE, Chars, Choice, Node, Sequence
+from ralbuild.contract.words import WORD_FLAG
+from ralbuild.fold.unicode import is_word
 
-WORD_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")
-"""Bytes that make up a word for `whole_words`; bytes of other scripts are not among them."""
+_ASCII_WORD = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")
+WORD_SYMBOLS = _ASCII_WORD | frozenset(range(WORD_FLAG + 0x80, WORD_FLAG + 0x100))
+"""Symbols that make up a word for `whole_words`."""
+SYMBOLS = 512
 
 DEAD = -1
 
@@ -43,10 +50,13 @@ class Nfa:
     rule: list[int] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)
 
-    def add(self, rule: int, pattern: bytes | Node, *, ignore_case: bool) -> int:
-        """Add a literal or a regular expression that the rule numbered ``rule`` matches; return its start."""
+    def add(self, rule: int, pattern: bytes | Node, *, ignore_case: bool, same_size: bool = False) -> int:
+        """Add a literal or a regular expression that the rule numbered ``rule`` matches; return its start.
+
+        With ``same_size`` a letter's other cases count only when they take as many bytes.
+        """
         first = self._state(rule)
-        spell = _Spelling(self, rule, ignore_case)
+        spell = _Spelling(self, rule, ignore_case, same_size)
         last = spell.text(pattern, first) if isinstance(pattern, bytes) else spell.node(pattern, first)
         self.ends.add(last)
         return first
@@ -56,8 +66,8 @@ class Nfa:
         start = self._state(self.rule[first])
         for state in self.closure({first}):
             for mask, target in self.edges[state]:
-                if mask - WORD_BYTES:
-                    self.edges[start].append((mask - WORD_BYTES, target))
+                if mask - WORD_SYMBOLS:
+                    self.edges[start].append((mask - WORD_SYMBOLS, target))
         return start
 
     def closure(self, states: Iterable[int]) -> frozenset[int]:
@@ -81,14 +91,25 @@ class Nfa:
 class _Spelling:
     """Writes the states of one rule's pattern; every method starts at a state and returns the last one."""
 
-    def __init__(self, nfa: Nfa, rule: int, ignore_case: bool) -> None:
+    def __init__(self, nfa: Nfa, rule: int, ignore_case: bool, same_size: bool) -> None:
         self.nfa = nfa
         self.rule = rule
         self.ignore_case = ignore_case
+        self.same_size = same_size
 
     def text(self, text: bytes, here: int) -> int:
-        for byte in text:
-            here = self._edge(here, fold_case(byte) if self.ignore_case else (byte,), self._new())
+        for char in text.decode("utf-8", "surrogateescape"):
+            letters = same_letters(char) if self.ignore_case else (char,)
+            end = self._new()
+            size = len(char_symbols(char))
+            for symbols in map(char_symbols, letters):
+                if self.same_size and len(symbols) != size:
+                    continue
+                at = here
+                for symbol in symbols[:-1]:
+                    at = self._edge(at, (symbol,), self._new())
+                self._edge(at, symbols[-1:], end)
+            here = end
         return here
 
     def node(self, node: Node, here: int) -> int:
@@ -123,8 +144,8 @@ class _Spelling:
             for parts in utf8_ranges(low, high):
                 at = here
                 for first, last in parts[:-1]:
-                    at = self._edge(at, range(first, last + 1), self._new())
-                self._edge(at, range(parts[-1][0], parts[-1][1] + 1), end)
+                    at = self._edge(at, _both(first, last), self._new())
+                self._edge(at, _both(*parts[-1]), end)
         return end
 
     def _new(self) -> int:
@@ -133,6 +154,19 @@ class _Spelling:
     def _edge(self, here: int, members: Iterable[int], target: int) -> int:
         self.nfa.edges[here].append((frozenset(members), target))
         return target
+
+
+def char_symbols(char: str) -> tuple[int, ...]:
+    """Return the symbols of one character; a byte that is no UTF-8 comes as its surrogate escape."""
+    data = char.encode("utf-8", "surrogateescape")
+    flag = WORD_FLAG if len(data) > 1 and is_word(char) else 0
+    return tuple(byte + flag for byte in data)
+
+
+def _both(first: int, last: int) -> list[int]:
+    """Return the symbols of a range of bytes, of word characters and of others."""
+    high = range(max(first, 0x80) + WORD_FLAG, last + 1 + WORD_FLAG)
+    return [*range(first, last + 1), *high]
 
 
 def utf8_ranges(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -160,13 +194,14 @@ def utf8_ranges(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
     yield tuple(zip(chr(low).encode(), chr(high).encode(), strict=True))
 
 
-def byte_classes(sets: Iterable[frozenset[int]]) -> list[int]:
-    """Return the class of each byte: two bytes share one when every set holds both or neither."""
+def byte_classes(sets: Iterable[frozenset[int]], size: int = 256) -> list[int]:
+    """Return the class of each of ``size`` symbols: two share one when every set holds both or neither."""
     distinct = sorted({tuple(sorted(item)) for item in sets})
-    signatures: list[list[int]] = [[] for _ in range(256)]
+    signatures: list[list[int]] = [[] for _ in range(size)]
     for number, members in enumerate(distinct):
-        for byte in members:
-            signatures[byte].append(number)
+        for symbol in members:
+            signatures[symbol].append(number)
+    signatures[WORD_FLAG : WORD_FLAG + 0x80] = signatures[:0x80] if size > WORD_FLAG else []
     numbers: dict[tuple[int, ...], int] = {}
     return [numbers.setdefault(tuple(signature), len(numbers)) for signature in signatures]
 
@@ -183,11 +218,12 @@ class Dfa:
         self.nfa = nfa
         self.levels = levels
         self.whole_word = whole_word
-        self.cls = byte_classes([mask for edges in nfa.edges for mask, _ in edges] + [WORD_BYTES])
+        masks = {mask for edges in nfa.edges for mask, _ in edges}
+        self.cls = byte_classes(masks | {WORD_SYMBOLS}, SYMBOLS)
         self.classes = max(self.cls) + 1
         self.class_is_word = [False] * self.classes
-        for byte in WORD_BYTES:
-            self.class_is_word[self.cls[byte]] = True
+        for symbol in WORD_SYMBOLS:
+            self.class_is_word[self.cls[symbol]] = True
         self._classes_of: dict[frozenset[int], tuple[int, ...]] = {}
         self._numbers: dict[frozenset[int], int] = {}
         self._members: list[frozenset[int]] = []
@@ -212,6 +248,10 @@ class Dfa:
             self.accept_at_boundary.append(self._best(rule for rule in ended if self.whole_word[rule]))
             self.holds_redaction.append(any(self._is_open_redaction(state) for state in closed))
         return number
+
+    def ended(self, node: int) -> tuple[int, ...]:
+        """Return the rules that end in ``node``, in their order."""
+        return tuple(sorted({self.nfa.rule[state] for state in self._members[node] & self.nfa.ends}))
 
     def _is_open_redaction(self, state: int) -> bool:
         rule = self.nfa.rule[state]

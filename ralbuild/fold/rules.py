@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 from ralbuild.config.load import LoadedConfig
-from ralbuild.config.model import Action
-from ralbuild.config.regex import Node, parse_class, parse_regex
+from ralbuild.config.model import (
+    Action,
+    HtmlEnhancerConfig,
+    Markup,
+    MarkupConfig,
+    Replace,
+    ReplaceConfig,
+    Structure,
+)
+from ralbuild.config.regex import Node, can_match, parse_class, parse_regex
 from ralbuild.contract.bundle import Profile, Route, Rule, Sampling
-from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT
+from ralbuild.contract.transducer_table import COPY, DROP, EMIT, EVENT
+from ralbuild.errors import CompileError
 from ralbuild.fold.bans import NO_LIMITS, Limits
 from ralbuild.fold.input_rules import replacements
 from ralbuild.fold.sampling import imposed_sampling
 
 REDACTION, MARKUP = 0, 1
 HTML_ENTITIES = ((b"&", b"&amp;"), (b"<", b"&lt;"), (b">", b"&gt;"), (b'"', b"&quot;"), (b"'", b"&#x27;"))
+JSON_ESCAPES = (
+    (b'"', b'\\"'),
+    (b"\\", b"\\\\"),
+    *((bytes([code]), json.dumps(chr(code))[1:-1].encode()) for code in range(32)),
+)
 
 Op = tuple[int, int | bytes]
 """One operation before strings are numbered: EMIT carries its bytes."""
@@ -29,7 +44,8 @@ class TextRule:
         level: REDACTION wins over MARKUP wherever the two overlap.
         pattern: a literal, or a regular expression.
         replacement: what is written instead; None copies the match between ``before`` and ``after``.
-        escaped: the copied match itself is written with HTML entities.
+        escaped: characters of the copied match and what is written for them.
+        scope: ``all``, ``outside`` of every span, or the name of the span in which it holds.
     """
 
     id: int
@@ -40,7 +56,14 @@ class TextRule:
     replacement: bytes | None = None
     before: bytes = b""
     after: bytes = b""
-    escaped: bool = False
+    escaped: tuple[tuple[bytes, bytes], ...] = ()
+    scope: str = "all"
+
+    @property
+    def rewrites_inside(self) -> bool:
+        """True when the copied match holds characters that are written in another way."""
+        literal = self.pattern if isinstance(self.pattern, bytes) else b""
+        return self.replacement is None and any(text in literal for text, _ in self.escaped)
 
     @property
     def shown(self) -> str:
@@ -55,15 +78,45 @@ class TextRule:
         return ((EMIT, self.before), *self._copied(length), (EMIT, self.after), event)
 
     def _copied(self, length: int) -> list[Op]:
-        entities = dict(HTML_ENTITIES)
-        literal = self.pattern if isinstance(self.pattern, bytes) else b""
-        if not self.escaped or not any(bytes([byte]) in entities for byte in literal):
+        if not self.rewrites_inside or not isinstance(self.pattern, bytes):
             return [(COPY, length)]
+        entities = dict(self.escaped)
         out: list[Op] = []
-        for byte in literal:
+        for byte in self.pattern:
             entity = entities.get(bytes([byte]))
             out += [(COPY, 1)] if entity is None else [(EMIT, entity), (DROP, 1)]
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class KindRule:
+    """A named kind of secret (`ralbuild.fold.kinds`) and what is written instead."""
+
+    id: int
+    kind: str
+    replacement: bytes
+    scope: str = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """A text that ends the answer where it first appears."""
+
+    id: int
+    text: bytes
+    scope: str = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRule:
+    """A part of the text between two markers; ``treatment`` is ``drop``, ``keep`` or ``exempt``."""
+
+    id: int
+    name: str
+    open: bytes
+    close: bytes
+    treatment: str
+    opened: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +127,9 @@ class ProfileRules:
     append: bytes = b""
     append_id: int = 0
     limits: Limits = NO_LIMITS
+    kinds: tuple[KindRule, ...] = ()
+    stops: tuple[StopRule, ...] = ()
+    spans: tuple[SpanRule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,44 +155,123 @@ class _Collector:
     def __init__(self, loaded: LoadedConfig) -> None:
         self.loaded = loaded
         self.rules: list[Rule] = []
+        self.escapes: set[int] = set()
 
     def add(self, kind: str, text: str, source: str, place: str) -> int:
         self.rules.append(Rule(kind, text, source, short_place(place)))
         return len(self.rules) - 1
 
-    def enhancers(self) -> list[TextRule]:
+    def transformers(self) -> list[TextRule]:
+        """Return the rules of the built-in output transformers."""
         out: list[TextRule] = []
         for index, name, settings in self.loaded.enhancers:
             at = ("postprocessing", "output_transformers", index, "config")
-            for number, term in enumerate(settings.bold_terms):
-                rule_id = self.add("bold", term, name, self.loaded.place(*at, "bold_terms", number))
-                out.append(
-                    TextRule(
-                        rule_id,
-                        MARKUP,
-                        term.encode(),
-                        ignore_case=not settings.case_sensitive,
-                        whole_word=settings.whole_words,
-                        before=b"<b>",
-                        after=b"</b>",
-                        escaped=settings.escape,
-                    )
-                )
-            if settings.escape:
-                rule_id = self.add("escape", "&<>\"'", name, self.loaded.place(*at, "escape"))
+            if isinstance(settings, HtmlEnhancerConfig):
+                out += self._enhancer(name, settings, at)
+            elif isinstance(settings, ReplaceConfig):
                 out += [
-                    TextRule(rule_id, MARKUP, literal, False, False, replacement=entity)
-                    for literal, entity in HTML_ENTITIES
+                    self._text("replace", name, item, (*at, "rules", number), replacement=item.with_.encode())
+                    for number, item in enumerate(settings.rules)
                 ]
+            elif isinstance(settings, MarkupConfig):
+                out += [
+                    self._text(
+                        "markup", name, item, (*at, "rules", number),
+                        before=item.before.encode(), after=item.after.encode(),
+                    )
+                    for number, item in enumerate(settings.rules)
+                ]  # fmt: skip
+        escapes = tuple(
+            (rule.pattern, rule.replacement)
+            for rule in out
+            if rule.id in self.escapes and isinstance(rule.pattern, bytes) and rule.replacement is not None
+        )
+        for rule in out:
+            self._check_escaped(rule, escapes)
+        return [rule if rule.replacement is not None else replace(rule, escaped=escapes) for rule in out]
+
+    def _check_escaped(self, rule: TextRule, escapes: tuple[tuple[bytes, bytes], ...]) -> None:
+        """Refuse markup whose match could hold characters that must be escaped, unseen by the build."""
+        if rule.replacement is not None or isinstance(rule.pattern, bytes):
+            return
+        letters = [text.decode() for text, _ in escapes if can_match(rule.pattern, text.decode())]
+        if letters:
+            raise CompileError(
+                f"the pattern can match {letters[0]!r}, which 'escape' must write in another way",
+                place=self.rules[rule.id].place,
+                hint="leave the escaped characters out of the pattern, or give the texts as 'text'",
+            )
+
+    def _text(
+        self, kind: str, source: str, item: Replace | Markup, at: tuple[str | int, ...], **written: bytes
+    ) -> TextRule:
+        shown = item.text if item.text is not None else f"/{item.pattern}/"
+        return TextRule(
+            self.add(kind, shown, source, self.loaded.place(*at)),
+            MARKUP,
+            item.text.encode() if item.text is not None else parse_regex(item.pattern or ""),
+            ignore_case=not item.case_sensitive,
+            whole_word=item.whole_words,
+            scope=item.in_,
+            **written,  # type: ignore[arg-type]
+        )
+
+    def _enhancer(self, name: str, settings: HtmlEnhancerConfig, at: tuple[str | int, ...]) -> list[TextRule]:
+        out = []
+        for number, term in enumerate(settings.bold_terms):
+            rule_id = self.add("bold", term, name, self.loaded.place(*at, "bold_terms", number))
+            out.append(
+                TextRule(
+                    rule_id,
+                    MARKUP,
+                    term.encode(),
+                    ignore_case=not settings.case_sensitive,
+                    whole_word=settings.whole_words,
+                    before=b"<b>",
+                    after=b"</b>",
+                    scope=settings.in_,
+                )
+            )
+        if settings.escape:
+            table = JSON_ESCAPES if settings.escape == "json" else HTML_ENTITIES
+            shown = '"\\' if settings.escape == "json" else "&<>\"'"
+            rule_id = self.add("escape", shown, name, self.loaded.place(*at, "escape"))
+            self.escapes.add(rule_id)
+            out += [
+                TextRule(rule_id, MARKUP, text, False, False, replacement=written, scope=settings.in_)
+                for text, written in table
+            ]
         return out
+
+    def structure(
+        self, source: str, owner: Structure, at: tuple[str, ...]
+    ) -> tuple[tuple[StopRule, ...], tuple[SpanRule, ...]]:
+        """Return the stop strings and spans of an action or of all outputs."""
+        stops = []
+        for index, item in enumerate(owner.stop):
+            text, scope = (item, "all") if isinstance(item, str) else (item.text, item.in_)
+            rule_id = self.add("stop", text, source, self.loaded.place(*at, "stop", index))
+            stops.append(StopRule(rule_id, text.encode(), scope))
+        spans = []
+        for index, span in enumerate(owner.spans):
+            shown = f"{span.open} .. {span.close}"
+            rule_id = self.add("span", shown, source, self.loaded.place(*at, "spans", index))
+            opened = span.begins == "inside"
+            spans.append(
+                SpanRule(rule_id, span.name, span.open.encode(), span.close.encode(), span.do, opened)
+            )
+        return tuple(stops), tuple(spans)
 
     def action(self, name: str, action: Action) -> ProfileRules:
         """Return the action's own rules; its bans are among the rule ids but not among the texts."""
         at = ("actions", name)
-        texts = []
+        texts, kinds = [], []
         for index, item in enumerate(action.redact):
-            shown = item.text if item.text is not None else f"/{item.pattern}/"
+            shown = item.kind or (item.text if item.text is not None else f"/{item.pattern}/")
             rule_id = self.add("redact", shown, name, self.loaded.place(*at, "redact", index))
+            if item.kind is not None:
+                kinds.append(KindRule(rule_id, item.kind, item.with_.encode(), item.in_))
+                continue
             texts.append(
                 TextRule(
                     rule_id,
@@ -145,14 +280,16 @@ class _Collector:
                     ignore_case=not item.case_sensitive,
                     whole_word=item.whole_words,
                     replacement=item.with_.encode(),
+                    scope=item.in_,
                 )
             )
+        stops, spans = self.structure(name, action, at)
         limits = self._limits(name, action)
         append, append_id = b"", 0
         if action.append:
             append = action.append.encode()
             append_id = self.add("append", action.append, name, self.loaded.place(*at, "append"))
-        return ProfileRules(tuple(texts), append, append_id, limits)
+        return ProfileRules(tuple(texts), append, append_id, limits, tuple(kinds), stops, spans)
 
     def _limits(self, name: str, action: Action) -> Limits:
         """Return what the action bans and allows."""
@@ -190,11 +327,12 @@ class _Collector:
 def collect_rules(loaded: LoadedConfig) -> RuleSet:
     """Return the rules of a config; profile 0 is the default, the last one is the input's."""
     collector = _Collector(loaded)
-    shared = tuple(collector.enhancers())
+    shared = tuple(collector.transformers())
+    stops, spans = collector.structure("all outputs", loaded.config.postprocessing, ("postprocessing",))
     shared_ids = range(len(collector.rules))
     none = Sampling()
     profiles = [Profile("default", tuple(shared_ids), none)]
-    sets = [ProfileRules(shared)]
+    sets = [ProfileRules(shared, stops=stops, spans=spans)]
     index_of: dict[str, int] = {}
     for name in sorted(loaded.actions):
         action = loaded.actions[name]
@@ -203,7 +341,14 @@ def collect_rules(loaded: LoadedConfig) -> RuleSet:
         ids = (*range(first, len(collector.rules)), *shared_ids)
         index_of[name] = len(profiles)
         profiles.append(Profile(name, ids, imposed_sampling(action.sampling)))
-        sets.append(replace(own, texts=(*own.texts, *shared)))
+        sets.append(
+            replace(
+                own,
+                texts=(*own.texts, *shared),
+                stops=(*own.stops, *stops),
+                spans=(*own.spans, *spans),
+            )
+        )
     first = len(collector.rules)
     sets.append(ProfileRules(tuple(collector.filters())))
     profiles.append(Profile("input", tuple(range(first, len(collector.rules))), none))

@@ -1,14 +1,9 @@
 """Rules to one deterministic transducer (contract/transducer.py), leftmost-longest, redaction first.
 
-A state is what is pending: for every undecided byte, the automaton node of a match that would start
-there and the matches it has found so far. Reading a byte moves every start; then the first start is
-settled as soon as nothing can change it: it is copied when it can match no more, or its longest
-match is committed. Redaction has precedence: a markup match waits while a redaction inside it is
-open, and gives way to one that overlaps it.
-
-Rows are built in linear time: when the first start dies, the row of a state is the row of its
-failure state (the same text without its first byte) with what was decided put in front, so only
-the classes on which the first start lives on are computed afresh.
+Rows are built in linear time: when the first start of a state dies, its row is the row of its failure
+state (the same text without its first byte) with what was decided put in front; when a word ends, it
+is the row of the empty state behind the match. Only the symbols on which the first start lives on are
+looked at one by one, and there, too, the failure state mostly knows what becomes of the other starts.
 """
 
 from __future__ import annotations
@@ -17,83 +12,75 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ralbuild.contract.transducer import (
+import numpy as np
+
+from ralbuild.contract.transducer_table import (
     COPY,
     DROP,
     EMIT,
     EVENT,
+    NONE,
     PROGRAM_LIMIT,
     STATE_BITS,
+    Front,
     write_transducer,
 )
 from ralbuild.errors import CompileError
-from ralbuild.fold.patterns import DEAD, Dfa, Nfa
-from ralbuild.fold.rules import REDACTION, Op, ProfileRules, TextRule
+from ralbuild.fold.kinds import CHECKS, KindTable, build_kinds
+from ralbuild.fold.modes import MarkerTable, Mode, build_markers, expand_modes
+from ralbuild.fold.patterns import DEAD
+from ralbuild.fold.rules import REDACTION, Op, ProfileRules
+from ralbuild.fold.states import DEAD_START, STATE_BUDGET, RuleStates, Start, State, StateLimitError
+from ralbuild.fold.unicode import word_table
 
 TABLE_BUDGET = 32 << 20
 """Bytes of the transition array; an A100's second-level cache holds it."""
-
-STATE_BUDGET = 1 << 17
-"""States that a build may make: a pattern that needs more takes too long to build and to fit a cache."""
-
-Match = tuple[int, int]
-"""Length in bytes, index of the text rule."""
-Start = tuple[int, tuple[Match, ...]]
-"""Automaton node of a match that begins here (DEAD when none can), and the matches found so far."""
+UNFINISHED = 3
+"""Bytes of a character that is not complete."""
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What is undecided: profile, whether the last byte was a word byte, one start per pending byte."""
+class Row:
+    """A state's row by symbol class: the next state, and which of ``programs`` to run."""
 
-    profile: int
-    after_word: bool
-    starts: tuple[Start, ...]
+    targets: list[int]
+    which: list[int]
+    programs: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class TransducerSize:
-    """What the build report prints: table sizes and the longest hold-back in bytes."""
+    """What the build report prints: table sizes and the longest hold-back in bytes.
+
+    Attributes:
+        table_bytes: of the transition array of the rules.
+        front_bytes: of the automata of markers and kinds.
+    """
 
     states: int
     classes: int
     programs: int
     table_bytes: int
+    front_bytes: int
     max_held: int
 
 
 class TransducerBuilder:
-    """Builds one table for all profiles; each profile is a start state."""
+    """Builds one table for all profiles; each profile is a first mode."""
 
     def __init__(self, profiles: tuple[ProfileRules, ...]) -> None:
         self.profiles = profiles
-        # Numbered by rule id: of two matches of one length, the rule that comes first in the file wins.
-        every = dict.fromkeys(rule for profile in profiles for rule in profile.texts)
-        self.rules: list[TextRule] = sorted(every, key=lambda rule: rule.id)
-        nfa = Nfa()
-        first_of = {
-            rule: nfa.add(number, rule.pattern, ignore_case=rule.ignore_case)
-            for number, rule in enumerate(self.rules)
-        }
-        # After a word byte a whole word can only start with another byte.
-        inside_of = {
-            rule: nfa.without_word_start(first) if rule.whole_word else first
-            for rule, first in first_of.items()
-        }
-        self.dfa = Dfa(nfa, [rule.level for rule in self.rules], [rule.whole_word for rule in self.rules])
-        self.fresh = [
-            {
-                False: self.dfa.node(first_of[rule] for rule in profile.texts),
-                True: self.dfa.node(inside_of[rule] for rule in profile.texts),
-            }
-            for profile in profiles
-        ]
+        self.modes, self.starts = expand_modes(profiles)
+        self.sets = tuple(dict.fromkeys(mode.texts for mode in self.modes if not mode.dropped))
+        self.dropping = len(self.sets)  # the state that forgets everything belongs to no set
+        self.reader = RuleStates(self.sets)
+        self.literal = all(isinstance(rule.pattern, bytes) for rule in self.reader.rules)
+        self.ends_word = [k for k, word in enumerate(self.reader.dfa.class_is_word) if not word]
         self.programs: list[tuple[Op, ...]] = []
         self._program_ids: dict[tuple[Op, ...], int] = {}
-        self._joined: dict[tuple[tuple[Op, ...], int], int] = {}
-        self._states: list[State] = []
-        self._state_ids: dict[State, int] = {}
-        self._rows: dict[int, list[tuple[int, int]]] = {}
+        self._joined: dict[tuple[Op, ...], dict[int, int]] = {}
+        self._rows: dict[int, Row] = {}
+        self._program([(COPY, 1)])  # number 0 by contract
 
     # Programs
 
@@ -113,170 +100,114 @@ class TransducerBuilder:
             self.programs.append(key)
         return number
 
-    def _join(self, prefix: tuple[Op, ...], program: int) -> int:
-        key = (prefix, program)
-        number = self._joined.get(key)
-        if number is None:
-            number = self._joined[key] = self._program((*prefix, *self.programs[program]))
-        return number
-
-    # One byte
-
-    def _state(self, profile: int, after_word: bool, starts: tuple[Start, ...]) -> int:
-        """Return the number of a state; states are compared once, here."""
-        state = State(profile, after_word, starts)
-        number = self._state_ids.get(state)
-        if number is None:
-            number = self._state_ids[state] = len(self._states)
-            self._states.append(state)
-            self._check_budget(len(self._states))
-        return number
-
-    def _read(self, state: State, klass: int) -> tuple[int, list[Op]]:
-        """Read one byte of class ``klass``: every start moves, a new one begins, the first is settled."""
-        boundary = not self.dfa.class_is_word[klass]
-        count = len(state.starts)
-        ends = boundary and state.after_word
-        moved = [
-            self._move(node, found, count - index, klass, ends=ends)
-            for index, (node, found) in enumerate(state.starts)
-        ]
-        moved.append(self._move(self.fresh[state.profile][state.after_word], (), 0, klass, ends=False))
-        starts, ops = self._settle(moved)
-        return self._state(state.profile, not boundary, starts), ops
-
-    def _move(self, node: int, found: tuple[Match, ...], length: int, klass: int, *, ends: bool) -> Start:
-        """Move one start by one byte; ``ends`` says that a word ends before it."""
-        if node == DEAD:
-            return DEAD, found
-        dfa = self.dfa
-        if ends and (rule := dfa.accept_at_boundary[node]) is not None:
-            found = self._found(found, (length, rule))
-        node = dfa.moves(node).get(klass, DEAD)
-        word = dfa.class_is_word[klass]
-        if node != DEAD:
-            for rule in (dfa.accept[node], None if word else dfa.accept_at_boundary[node]):
-                if rule is not None:
-                    found = self._found(found, (length + 1, rule))
-        if found and self._redacts(found):
-            node = dfa.redaction_only(node)
-        return (node if dfa.grows(node, after_word=word) else DEAD), found
-
-    def _found(self, found: tuple[Match, ...], match: Match) -> tuple[Match, ...]:
-        """Add a match of one start. A redaction displaces markup; of one length, the lower rule wins."""
-        if self.rules[match[1]].level == REDACTION:
-            if found and found[-1][0] == match[0] and self._redacts(found):
-                return ((match[0], min(match[1], found[-1][1])),)
-            return (match,)
-        if found and self._redacts(found):
-            return found
-        if found and found[-1][0] == match[0]:
-            return (*found[:-1], (match[0], min(match[1], found[-1][1])))
-        return (*found, match)
-
-    def _redacts(self, found: tuple[Match, ...]) -> bool:
-        return self.rules[found[-1][1]].level == REDACTION
-
-    # Decisions
-
-    def _settle(self, starts: list[Start]) -> tuple[tuple[Start, ...], list[Op]]:
-        """Decide from the left whatever nothing can change any more."""
-        ops: list[Op] = []
-        self._cut_markup(starts)
-        while starts:
-            node, found = starts[0]
-            if node != DEAD:
-                break
-            if not found:
-                dead = next((i for i, start in enumerate(starts) if start != (DEAD, ())), len(starts))
-                ops.append((COPY, dead))
-                del starts[:dead]
-                continue
-            length, rule = found[-1]
-            if not self._redacts(found) and self._redaction_open(starts, length):
-                break
-            ops += self.rules[rule].operations(length)
-            del starts[:length]
-            self._cut_markup(starts)
-        self._drop_covered(starts)
-        return tuple(starts), ops
-
-    def _cut_markup(self, starts: list[Start]) -> None:
-        """Where a redaction is certain, take back markup that starts before it and reaches into it."""
-        for index, (node, found) in enumerate(starts):
-            if found and self._redacts(found):
-                for earlier in range(index):
-                    kept = tuple(match for match in starts[earlier][1] if match[0] <= index - earlier)
-                    starts[earlier] = (DEAD, kept)
-                return
-            if node != DEAD and self.dfa.holds_redaction[node]:
-                return  # an earlier redaction may still cover the later one
-
-    def _redaction_open(self, starts: list[Start], length: int) -> bool:
-        """Tell whether a redaction that begins inside the first ``length`` bytes is open or found."""
-        return any(
-            (node != DEAD and self.dfa.holds_redaction[node]) or (found and self._redacts(found))
-            for node, found in starts[1:length]
-        )
-
-    def _drop_covered(self, starts: list[Start]) -> None:
-        """Forget starts inside the first one's match: it is at least this long, so they cannot win."""
-        if not starts or not starts[0][1]:
-            return
-        length = starts[0][1][-1][0]
-        if self._redacts(starts[0][1]) or not self._redaction_open(starts, length):
-            for index in range(1, min(length, len(starts))):
-                starts[index] = (DEAD, ())
-        else:
-            return
-        # Shorter matches matter only while a redaction could cut the longest one.
-        starts[0] = (starts[0][0], starts[0][1][-1:])
+    def _join(self, prefix: tuple[Op, ...], programs: Iterable[int]) -> list[int]:
+        """Return the programs that do ``prefix`` first."""
+        known = self._joined.setdefault(prefix, {})
+        out = []
+        for program in programs:
+            number = known.get(program)
+            if number is None:
+                number = known[program] = self._program((*prefix, *self.programs[program]))
+            out.append(number)
+        return out
 
     # Rows
 
-    def row(self, number: int) -> list[tuple[int, int]]:
-        """Return, per byte class, the next state and the program to run."""
+    def row(self, number: int) -> Row:
+        """Return the row of a state."""
         known = self._rows.get(number)
         if known is not None:
             return known
-        state = self._states[number]
-        if state.starts and not state.starts[0][1] and self._dies_silently(state):
+        state = self.reader.states[number]
+        if state.rules == self.dropping:
+            row = self._same_everywhere(number, self._program([(DROP, 1)]))
+        elif state.starts and (self.literal or self._can_commit(state)):
             row = self._row_from_failure(state)
         else:
-            row = [self._entry(state, klass) for klass in range(self.dfa.classes)]
+            row = self._same_everywhere(number, 0)
+            row = self._with_entries(row, state, range(self.reader.dfa.classes))
         self._rows[number] = row
         return row
 
-    def _dies_silently(self, state: State) -> bool:
-        """Tell whether the first start, where it cannot go on, leaves no match behind."""
-        node = state.starts[0][0]
-        return node != DEAD and not (state.after_word and self.dfa.accept_at_boundary[node] is not None)
+    def _same_everywhere(self, target: int, program: int) -> Row:
+        classes = self.reader.dfa.classes
+        return Row([target] * classes, [0] * classes, [program])
 
-    def _row_from_failure(self, state: State) -> list[tuple[int, int]]:
-        rest, ops = self._settle(list(state.starts[1:]))
-        failure = self.row(self._state(state.profile, state.after_word, rest))
-        prefix: tuple[Op, ...] = ((COPY, 1), *ops)
-        row = [(target, self._join(prefix, program)) for target, program in failure]
-        for klass in self.dfa.moves(state.starts[0][0]):
-            row[klass] = self._entry(state, klass)
-        return row
+    def _can_commit(self, state: State) -> bool:
+        """Tell whether what the first start has matched is certain as soon as it can match no more.
 
-    def _entry(self, state: State, klass: int) -> tuple[int, int]:
-        target, ops = self._read(state, klass)
-        return target, self._program(ops)
+        Else the row comes from a state that no text may ever reach. Among literals these are few.
+        """
+        (node, found), reader = state.starts[0], self.reader
+        if node == DEAD or not found:
+            return node != DEAD
+        length, rule = found[-1]
+        return reader.rules[rule].level == REDACTION or not reader.redaction_open(state.starts, length)
 
-    def final(self, state: State) -> int:
-        """Return the program that decides everything when the text ends in ``state``."""
+    def _row_from_failure(self, state: State) -> Row:
+        """Return a row whose first living start, where it dies, leaves what it has matched so far."""
+        reader, dfa, starts = self.reader, self.reader.dfa, state.starts
+        index = next(index for index, (node, _) in enumerate(starts) if node != DEAD)
+        node, found = starts[index]
+        rest, ops = reader.settle([*starts[:index], (DEAD, found), *starts[index + 1 :]])
+        failure = self.row(reader.number(state.rules, state.after_word, rest))
+        row = self._behind(tuple(ops), failure)
+        own: Iterable[int] = dfa.moves(node)
+        rule = dfa.accept_at_boundary[node] if state.after_word else None
+        if rule is not None:
+            rule = reader.add_match(found, (len(starts) - index, rule))[-1][1]  # another may match the same
+            certain = reader.rules[rule].level == REDACTION or not reader.redaction_open(starts, len(starts))
+            if index or not certain:
+                return self._with_entries(row, state, sorted({*own, *self.ends_word}))
+            self._put_word_end(row, state, rule)
+        plain = not index and not found and all(kind == COPY for kind, _ in ops)
+        return self._with_entries(row, state, own, failure if plain else None)
+
+    def _behind(self, prefix: tuple[Op, ...], row: Row) -> Row:
+        return Row(row.targets.copy(), row.which.copy(), self._join(prefix, row.programs))
+
+    def _put_word_end(self, row: Row, state: State, rule: int) -> None:
+        """Put in the entries on which a word ends, and all that is pending is the match of ``rule``."""
+        empty = self.row(self.reader.number(state.rules, True, ()))
+        match = self._behind(self.reader.rules[rule].operations(len(state.starts)), empty)
+        for klass in self.ends_word:
+            row.targets[klass] = match.targets[klass]
+            row.which[klass] = match.which[klass] + len(row.programs)
+        row.programs.extend(match.programs)
+
+    def _with_entries(
+        self, row: Row, state: State, classes: Iterable[int], failure: Row | None = None
+    ) -> Row:
+        """Compute the entries of ``classes``, and leave out programs that nothing runs any more."""
+        for klass in classes:
+            entry = self._grown(state, klass, failure) if failure else None
+            target, ops = entry or self.reader.read(state, klass)
+            row.targets[klass] = target
+            row.which[klass] = len(row.programs)
+            row.programs.append(self._program(ops))
+        used = {old: new for new, old in enumerate(dict.fromkeys(row.which))}
+        return Row(row.targets, [used[old] for old in row.which], [row.programs[old] for old in used])
+
+    def _grown(self, state: State, klass: int, failure: Row) -> tuple[int, list[Op]] | None:
+        """Return an entry made of the first start's move and the failure state's entry for the others.
+
+        None when the others match something, for then their matches and the first start's meet.
+        """
+        reader = self.reader
+        if any(kind != COPY for kind, _ in self.programs[failure.programs[failure.which[klass]]]):
+            return None
+        others = reader.states[failure.targets[klass]].starts
+        if any(found for _, found in others):
+            return None
         count = len(state.starts)
-        ended: list[Start] = []
-        for index, (node, found) in enumerate(state.starts):
-            rule = self.dfa.accept_at_boundary[node] if node != DEAD and state.after_word else None
-            ended.append((DEAD, found if rule is None else self._found(found, (count - index, rule))))
-        _, ops = self._settle(ended)
-        profile = self.profiles[state.profile]
-        if profile.append:
-            ops += [(EMIT, profile.append), (EVENT, profile.append_id)]
-        return self._program(ops)
+        first = reader.move_first(state, klass)
+        if first[0] == DEAD:
+            return None
+        starts: tuple[Start, ...] = (first, *(DEAD_START,) * (count - len(others)), *others)
+        ops: list[Op] = []
+        if first[1]:
+            starts, ops = reader.settle(list(starts))
+        return reader.number(state.rules, reader.dfa.class_is_word[klass], starts), ops
 
     # The table
 
@@ -286,32 +217,43 @@ class TransducerBuilder:
         Raises:
             CompileError: when the rules need more than the budget; names the heaviest.
         """
-        self._program([(COPY, 1)])  # number 0 by contract
-        numbers: dict[int, int] = {}
-        order: list[int] = []
+        try:
+            order, rows = self._reachable()
+        except StateLimitError:
+            raise self._over_budget(STATE_BUDGET + 1) from None
+        states = [self.reader.states[number] for number in order]
+        finals = [
+            self._program([] if state.rules == self.dropping else self.reader.settle_end(state))
+            for state in states
+        ]
+        return self._write(order, rows, finals, max(len(state.starts) for state in states), rule_count)
 
-        def place(state: int) -> int:
-            found = numbers.get(state)
-            if found is None:
-                found = numbers[state] = len(order)
-                order.append(state)
-            return found
+    def _first_state(self, mode: Mode) -> int:
+        rules = self.dropping if mode.dropped else self.sets.index(mode.texts)
+        return self.reader.number(rules, False, ())
 
-        starts = [place(self._state(index, False, ())) for index in range(len(self.profiles))]
-        rows: list[list[tuple[int, int]]] = []
+    def _reachable(self) -> tuple[list[int], list[Row]]:
+        """Return the states that the first states lead to, breadth first, and their rows."""
+        order = list(dict.fromkeys(self._first_state(mode) for mode in self.modes))
+        seen = set(order)
+        rows: list[Row] = []
         while len(rows) < len(order):
-            rows.append([(place(target), program) for target, program in self.row(order[len(rows)])])
-        states = [self._states[number] for number in order]
-        finals = [self.final(state) for state in states]
-        return self._write(rows, finals, starts, max(len(s.starts) for s in states), rule_count)
+            row = self.row(order[len(rows)])
+            rows.append(row)
+            for target in dict.fromkeys(row.targets):
+                if target not in seen:
+                    seen.add(target)
+                    order.append(target)
+            if len(order) * self.reader.dfa.classes * 4 > TABLE_BUDGET or len(self.programs) >= 1 << 20:
+                raise self._over_budget(len(order))
+        return order, rows
 
-    def _check_budget(self, states: int) -> None:
-        size = states * self.dfa.classes * 4
-        if size <= TABLE_BUDGET and states <= STATE_BUDGET and len(self.programs) < PROGRAM_LIMIT:
-            return
-        heavy = Counter(self.dfa.nfa.rule).most_common(3)
-        names = ", ".join(repr(self.rules[number].shown[:40]) for number, _ in heavy)
-        raise CompileError(
+    def _over_budget(self, states: int) -> CompileError:
+        rules = self.reader.rules
+        heavy = Counter(self.reader.dfa.nfa.rule).most_common(3)
+        names = ", ".join(repr(rules[number].shown[:40]) for number, _ in heavy)
+        size = states * self.reader.dfa.classes * 4
+        return CompileError(
             f"the rules need too large a table: {states} states of {STATE_BUDGET}, "
             f"{size >> 20} MiB of {TABLE_BUDGET >> 20}, {len(self.programs)} programs of {PROGRAM_LIMIT}",
             place="fold",
@@ -319,33 +261,87 @@ class TransducerBuilder:
         )
 
     def _write(
-        self,
-        rows: list[list[tuple[int, int]]],
-        finals: list[int],
-        starts: list[int],
-        max_held: int,
-        rule_count: int,
+        self, order: list[int], rows: list[Row], finals: list[int], held: int, rule_count: int
     ) -> tuple[bytes, TransducerSize]:
-        used = {0: 0}  # programs are renumbered in order of first use; some served only as prefixes
-        for program in [program for row in rows for _, program in row] + finals:
-            used.setdefault(program, len(used))
+        numbers = np.zeros(len(self.reader.states), np.int64)
+        numbers[order] = np.arange(len(order))
+        run = np.array([[row.programs[place] for place in row.which] for row in rows])
+        ends = [self._end_program(mode) for mode in self.modes]
+        # Programs are renumbered in order of first use; some served only as prefixes.
+        named = np.concatenate([[0], run.ravel(), finals, [end for end in ends if end is not None]])
+        distinct, firsts = np.unique(named, return_index=True)
+        used = distinct[np.argsort(firsts)].astype(np.int64)
+        if len(used) > PROGRAM_LIMIT:
+            raise self._over_budget(len(order))
+        new = np.zeros(len(self.programs), np.int64)
+        new[used] = np.arange(len(used))
+        targets = numbers[np.array([row.targets for row in rows])]
         strings: dict[bytes, int] = {}
         programs = [
             [
                 (kind, strings.setdefault(arg, len(strings)) if isinstance(arg, bytes) else arg)
                 for kind, arg in self.programs[program]
             ]
-            for program in used
+            for program in used.tolist()
         ]
+        kinds, markers = build_kinds(self.modes), build_markers(self.modes)
+        for kind in kinds.rules:
+            strings.setdefault(kind.replacement, len(strings))
+        modes = tuple(
+            (
+                _or_none(markers.starts[index]),
+                _or_none(kinds.starts[index]),
+                int(numbers[self._first_state(mode)]),
+                _or_none(None if (end := ends[index]) is None else int(new[end])),
+            )
+            for index, mode in enumerate(self.modes)
+        )
+        longest = held + kinds.longest + max(0, markers.longest - 1) + UNFINISHED
         data = write_transducer(
-            cls=self.dfa.cls,
-            rows=[[state | used[program] << STATE_BITS for state, program in row] for row in rows],
-            final=[used[program] for program in finals],
+            cls=self.reader.dfa.cls,
+            trans=(targets | new[run] << STATE_BITS).astype("<u4").tobytes(),
+            final=new[finals].tolist(),
             programs=programs,
             strings=list(strings),
-            starts=starts,
-            max_held=max_held,
+            starts=self.starts,
+            front=_front(modes, markers, kinds, strings),
+            words=word_table(),
+            max_held=longest,
             rules=rule_count,
         )
-        table_bytes = len(rows) * self.dfa.classes * 4
-        return data, TransducerSize(len(rows), self.dfa.classes, len(programs), table_bytes, max_held)
+        classes = self.reader.dfa.classes
+        front_bytes = 4 * (len(markers.next) + len(kinds.next))
+        return data, TransducerSize(
+            len(rows), classes, len(programs), len(rows) * classes * 4, front_bytes, longest
+        )
+
+    def _end_program(self, mode: Mode) -> int | None:
+        """Return the program that writes what a profile appends to any text."""
+        profile = self.profiles[mode.profile]
+        if not profile.append:
+            return None
+        return self._program([(EMIT, profile.append), (EVENT, profile.append_id)])
+
+
+def _or_none(value: int | None) -> int:
+    return NONE if value is None else value
+
+
+def _front(
+    modes: tuple[tuple[int, int, int, int], ...],
+    markers: MarkerTable,
+    kinds: KindTable,
+    strings: dict[bytes, int],
+) -> Front:
+    return Front(
+        modes=modes,
+        mark_class=markers.classes,
+        mark_next=markers.next,
+        mark_actions=markers.actions,
+        markers=markers.markers,
+        kind_class=kinds.classes,
+        kind_next=kinds.next,
+        kind_final=kinds.final,
+        accepts=kinds.accepts,
+        kinds=tuple((rule.id, CHECKS.get(rule.kind, 0), strings[rule.replacement]) for rule in kinds.rules),
+    )

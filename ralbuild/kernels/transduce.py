@@ -4,6 +4,9 @@
 Semantics are those of `ralbuild.contract.transducer`, byte for byte. Parameters are named by
 `ralbuild.contract.buffers`; docs/kernels.md describes the launch.
 
+Each turn of the main loop does the most urgent thing: the rules read a byte that the kinds have released,
+else the kinds read a byte that the markers have released, else the markers read a byte of the token.
+
 Memory order: the warp is the whole block. Every lane loads the slot's state, then the block meets
 one barrier, and only after it are ring bytes read by other lanes than wrote them and state stored.
 An idle slot loads its token and stores only ``output_len``, which this kernel never loads.
@@ -11,6 +14,34 @@ An idle slot loads its token and stores only ``output_len``, which this kernel n
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _copy(
+    ring, output, pending, length, count, RING: tl.constexpr, OUTPUT: tl.constexpr, LANES: tl.constexpr
+):
+    """Write ``count`` bytes of the ring; those beyond OUTPUT are counted, not written."""
+    lane = tl.arange(0, LANES)
+    for done in range(0, count, LANES):
+        at = done + lane
+        keep = (at < count) & (length + at < OUTPUT)
+        byte = tl.load(ring + ((pending + at) & (RING - 1)), mask=keep, other=0)
+        tl.store(output + length + at, byte, mask=keep)
+    return length + count
+
+
+@triton.jit
+def _emit(string, string_offsets, string_pool, output, length, OUTPUT: tl.constexpr, LANES: tl.constexpr):
+    """Write string number ``string``."""
+    lane = tl.arange(0, LANES)
+    start = tl.load(string_offsets + string)
+    size = tl.load(string_offsets + string + 1) - start
+    for done in range(0, size, LANES):
+        at = done + lane
+        keep = (at < size) & (length + at < OUTPUT)
+        byte = tl.load(string_pool + start + at, mask=keep, other=0)
+        tl.store(output + length + at, byte, mask=keep)
+    return length + size
 
 
 @triton.jit
@@ -29,29 +60,16 @@ def _run(
     OUTPUT: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Run one program; return the new (pending, length). Bytes beyond OUTPUT are counted, not written."""
-    lane = tl.arange(0, LANES)
+    """Run one program; return the new (pending, length)."""
     for k in range(tl.load(program_offsets + program), tl.load(program_offsets + program + 1)):
         word = tl.load(program_ops + k)
         kind = word & 3
         arg = (word >> 2) & 0x3FFFFFFF
         if kind == 0:  # COPY
-            for done in range(0, arg, LANES):
-                at = done + lane
-                keep = (at < arg) & (length + at < OUTPUT)
-                byte = tl.load(ring + ((pending + at) & (RING - 1)), mask=keep, other=0)
-                tl.store(output + length + at, byte, mask=keep)
+            length = _copy(ring, output, pending, length, arg, RING, OUTPUT, LANES)
             pending += arg
-            length += arg
         elif kind == 1:  # EMIT
-            start = tl.load(string_offsets + arg)
-            size = tl.load(string_offsets + arg + 1) - start
-            for done in range(0, size, LANES):
-                at = done + lane
-                keep = (at < size) & (length + at < OUTPUT)
-                byte = tl.load(string_pool + start + at, mask=keep, other=0)
-                tl.store(output + length + at, byte, mask=keep)
-            length += size
+            length = _emit(arg, string_offsets, string_pool, output, length, OUTPUT, LANES)
         elif kind == 2:  # DROP
             pending += arg
         else:  # EVENT
@@ -60,7 +78,89 @@ def _run(
 
 
 @triton.jit
-def transduce(
+def _character(ring, at, limit, word_pages, word_bits, RING: tl.constexpr):
+    """Return (bytes, 256 when it is a word character) of the character at ``at``.
+
+    A broken byte is a character of its own. 0 bytes: what is before ``limit`` is not complete.
+    """
+    b0 = tl.load(ring + (at & (RING - 1))).to(tl.int32)
+    size = 1
+    code = b0
+    known = 256
+    if b0 >= 0x80:
+        code = 0
+        known = 0
+        need = tl.where(
+            b0 < 0xC2, 5, tl.where(b0 < 0xE0, 2, tl.where(b0 < 0xF0, 3, tl.where(b0 < 0xF5, 4, 5)))
+        )
+        have = limit - at
+        b1 = tl.load(ring + ((at + 1) & (RING - 1)), mask=have > 1, other=0).to(tl.int32)
+        b2 = tl.load(ring + ((at + 2) & (RING - 1)), mask=have > 2, other=0).to(tl.int32)
+        b3 = tl.load(ring + ((at + 3) & (RING - 1)), mask=have > 3, other=0).to(tl.int32)
+        low = tl.where(b0 == 0xE0, 0xA0, tl.where(b0 == 0xF0, 0x90, 0x80))
+        high = tl.where(b0 == 0xED, 0x9F, tl.where(b0 == 0xF4, 0x8F, 0xBF))
+        good = 1 + ((b1 >= low) & (b1 <= high)).to(tl.int32)
+        good += ((good == 2) & ((b2 & 0xC0) == 0x80)).to(tl.int32)
+        good += ((good == 3) & ((b3 & 0xC0) == 0x80)).to(tl.int32)
+        if good >= need:
+            size = need
+            known = 256
+            two = ((b0 & 0x1F) << 6) | (b1 & 0x3F)
+            three = ((b0 & 0x0F) << 12) | ((b1 & 0x3F) << 6) | (b2 & 0x3F)
+            four = ((b0 & 0x07) << 18) | ((b1 & 0x3F) << 12) | ((b2 & 0x3F) << 6) | (b3 & 0x3F)
+            code = tl.where(need == 2, two, tl.where(need == 3, three, four))
+        elif (good == have) & (need < 5):
+            size = 0
+    page = tl.load(word_pages + (code >> 8)).to(tl.int32)
+    bits = tl.load(word_bits + page * 32 + ((code >> 3) & 31)).to(tl.int32)
+    return size, ((bits >> (code & 7)) & 1) * known
+
+
+@triton.jit
+def _holds(check, ring, begin, end, RING: tl.constexpr):
+    """Tell (1 or 0) whether the checksum ``check`` holds for the ring's bytes: 1 is Luhn, 2 is mod 97."""
+    rest = 0
+    if check == 1:
+        double = 0
+        for k in range(end - begin):
+            digit = tl.load(ring + ((end - 1 - k) & (RING - 1))).to(tl.int32) - 48
+            is_digit = (digit >= 0) & (digit <= 9)
+            value = digit + double * digit
+            value = tl.where(value > 9, value - 9, value)
+            rest += tl.where(is_digit, value, 0)
+            double = tl.where(is_digit, 1 - double, double)
+        rest = rest % 10
+    elif check == 2:
+        size = end - begin
+        turn = tl.where(size > 4, 4, 0)
+        for k in range(size):
+            byte = tl.load(ring + ((begin + (k + turn) % size) & (RING - 1))).to(tl.int32)
+            digit = byte - 48
+            letter = (byte | 32) - 87
+            rest = tl.where((digit >= 0) & (digit <= 9), (rest * 10 + digit) % 97, rest)
+            rest = tl.where((letter >= 10) & (letter <= 35), (rest * 100 + letter) % 97, rest)
+        rest = tl.where(rest == 1, 0, 1)
+    return (rest == 0).to(tl.int32)
+
+
+@triton.jit
+def _accept(
+    number, accept_offsets, accept_rows, kind_rows, ring, start, end, best, best_end, RING: tl.constexpr
+):
+    """Take the first kind of a list whose check holds; return the new (best, best_end)."""
+    done = 0
+    if end > start:
+        for k in range(tl.load(accept_offsets + number), tl.load(accept_offsets + number + 1)):
+            row = tl.load(accept_rows + k)
+            if done == 0:
+                done = _holds(tl.load(kind_rows + 3 * row + 1), ring, start, end, RING)
+                best = tl.where(done == 1, row, best)
+                best_end = tl.where(done == 1, end, best_end)
+    return best, best_end
+
+
+@triton.jit
+def transduce(  # noqa: C901
     token,
     tokenizer_size,
     eos_ids,
@@ -75,7 +175,23 @@ def transduce(
     program_ops,
     string_offsets,
     string_pool,
+    word_pages,
+    word_bits,
+    modes,
+    mark_class,
+    mark_next,
+    mark_actions,
+    marker_rows,
+    mark_classes,
+    kind_class,
+    kind_next,
+    kind_final,
+    accept_offsets,
+    accept_rows,
+    kind_rows,
+    kind_classes,
     fst_state,
+    front,
     ring,
     read_pos,
     pending_pos,
@@ -87,7 +203,7 @@ def transduce(
     LANES: tl.constexpr,
     STATE_BITS: tl.constexpr,
 ):
-    """Advance slot ``program_id(0)`` by its token; at an end of text run the final program."""
+    """Advance slot ``program_id(0)`` by its token; at an end of text decide what is pending."""
     slot = tl.program_id(0)
     lane = tl.arange(0, LANES)
     id = tl.load(token + slot)
@@ -96,32 +212,228 @@ def transduce(
     if (id >= 0) & (id < tokenizer_size) & (state >= 0):
         read = tl.load(read_pos + slot)
         pending = tl.load(pending_pos + slot)
+        front += slot * 8
+        mode = tl.load(front)
+        mark = tl.load(front + 1)
+        kind = tl.load(front + 2)
+        free = tl.load(front + 3)
+        kind_at = tl.load(front + 4)
+        start = tl.load(front + 5)
+        best = tl.load(front + 6)
+        best_end = tl.load(front + 7)
+        fresh = mode >> 16
+        mode = mode & 0xFFFF
+        home = tl.load(modes + 4 * mode + 1)
         ring += slot * RING
         output += slot * OUTPUT
         ended = False
         for k in range(eos_count):
             ended = ended | (tl.load(eos_ids + k) == id)
-        start = tl.load(token_offsets + id)
-        size = tl.load(token_offsets + id + 1) - start
+        first = tl.load(token_offsets + id)
+        size = tl.load(token_offsets + id + 1) - first
         if ended:
             size = 0
+        if (fresh > 0) & (size > 0):
+            # What the decoder strips from the beginning of a text: one space.
+            space = (tl.load(token_bytes + first).to(tl.int32) == 32).to(tl.int32)
+            first += space
+            size -= space
+            fresh = 0
         for done in range(0, size, LANES):
             at = done + lane
             keep = at < size
-            byte = tl.load(token_bytes + start + at, mask=keep, other=0)
+            byte = tl.load(token_bytes + first + at, mask=keep, other=0)
             tl.store(ring + ((read + at) & (RING - 1)), byte, mask=keep)
         tl.debug_barrier()
-        for k in range(size):
-            byte = tl.load(token_bytes + start + k).to(tl.int32)
-            entry = tl.load(fst_next + state * fst_classes + tl.load(fst_class + byte).to(tl.int32))
-            state = entry & ((1 << STATE_BITS) - 1)
-            program = (entry >> STATE_BITS) & ((1 << (32 - STATE_BITS)) - 1)
-            if program == 0:  # COPY 1: text that no rule can touch
-                passed = tl.load(ring + (pending & (RING - 1)))
-                tl.store(output + length, passed, mask=length < OUTPUT)
-                pending += 1
-                length += 1
+        seen = read
+        end = read + size
+        rules_at = start
+        rules_left = 0
+        rules_flag = 0
+        kinds_left = 0
+        kinds_flag = 0
+        marker = 0
+        flush = 0  # 1: everything released is to be decided, for a marker or the end of the text
+        last = ended
+        go = True
+        while go:
+            if rules_at < start:
+                byte = tl.load(ring + (rules_at & (RING - 1))).to(tl.int32)
+                if rules_left == 0:
+                    rules_left, rules_flag = _character(ring, rules_at, free, word_pages, word_bits, RING)
+                    rules_left = tl.where(rules_left == 0, 1, rules_left)
+                    rules_flag = tl.where(byte < 0x80, 0, rules_flag)
+                rules_left -= 1
+                rules_at += 1
+                entry = tl.load(
+                    fst_next + state * fst_classes + tl.load(fst_class + byte + rules_flag).to(tl.int32)
+                )
+                state = entry & ((1 << STATE_BITS) - 1)
+                program = (entry >> STATE_BITS) & ((1 << (32 - STATE_BITS)) - 1)
+                if program == 0:  # COPY 1: text that no rule can touch
+                    passed = tl.load(ring + (pending & (RING - 1)))
+                    tl.store(output + length, passed, mask=length < OUTPUT)
+                    pending += 1
+                    length += 1
+                else:
+                    pending, length = _run(
+                        program,
+                        program_offsets,
+                        program_ops,
+                        string_offsets,
+                        string_pool,
+                        rule_events,
+                        ring,
+                        output,
+                        pending,
+                        length,
+                        RING,
+                        OUTPUT,
+                        LANES,
+                    )
             else:
+                ready = kind_at < free
+                if ready & (kinds_left == 0):
+                    kinds_left, kinds_flag = _character(ring, kind_at, free, word_pages, word_bits, RING)
+                    if (kinds_left == 0) & (flush == 1):
+                        kinds_left = 1
+                    first_byte = tl.load(ring + (kind_at & (RING - 1))).to(tl.int32)
+                    kinds_flag = tl.where(first_byte < 0x80, 0, kinds_flag)
+                ready = ready & (kinds_left > 0)
+                resolve = False
+                settle = False
+                if ready:
+                    if home < 0:
+                        kind_at += kinds_left
+                        kinds_left = 0
+                        start = kind_at
+                    else:
+                        byte = tl.load(ring + (kind_at & (RING - 1))).to(tl.int32)
+                        klass = tl.load(kind_class + byte + kinds_flag).to(tl.int32)
+                        entry = tl.load(kind_next + kind * kind_classes + klass)
+                        number = (entry >> 16) & 0xFFFF
+                        if number > 0:
+                            best, best_end = _accept(
+                                number,
+                                accept_offsets,
+                                accept_rows,
+                                kind_rows,
+                                ring,
+                                start,
+                                kind_at,
+                                best,
+                                best_end,
+                                RING,
+                            )
+                        entry = entry & 0xFFFF
+                        resolve = entry == 0xFFFF
+                        if entry != 0xFFFF:
+                            kind = entry
+                            kind_at += 1
+                            kinds_left -= 1
+                            if (kind == home) | (kind == home + 1):
+                                start = kind_at
+                elif flush == 1:
+                    if start < kind_at:
+                        best, best_end = _accept(
+                            tl.load(kind_final + kind), accept_offsets, accept_rows, kind_rows, ring,
+                            start, kind_at, best, best_end, RING,
+                        )  # fmt: skip
+                        resolve = True
+                    else:
+                        settle = True
+                elif seen < end:
+                    begin = tl.load(modes + 4 * mode)
+                    if begin < 0:
+                        seen = end
+                        free = end
+                    else:
+                        byte = tl.load(ring + (seen & (RING - 1))).to(tl.int32)
+                        entry = tl.load(
+                            mark_next + mark * mark_classes + tl.load(mark_class + byte).to(tl.int32)
+                        )
+                        mark = entry & 0xFFFF
+                        action = (entry >> 16) & 0xFFFF
+                        seen += 1
+                        free = tl.minimum(free + tl.load(mark_actions + 2 * action), seen)
+                        marker = tl.load(mark_actions + 2 * action + 1)
+                        flush = tl.where(marker > 0, 1, 0)
+                elif last:
+                    free = end
+                    flush = 1
+                    marker = 0
+                else:
+                    go = False
+                if resolve:
+                    kinds_left = 0
+                    if best >= 0:
+                        settle = True
+                    else:
+                        skip, word = _character(ring, start, free, word_pages, word_bits, RING)
+                        kind = home + (word >> 8)
+                        start += tl.where(skip == 0, 1, skip)
+                        kind_at = start
+                if settle:
+                    pending, length = _run(
+                        tl.load(fst_final + state),
+                        program_offsets,
+                        program_ops,
+                        string_offsets,
+                        string_pool,
+                        rule_events,
+                        ring,
+                        output,
+                        pending,
+                        length,
+                        RING,
+                        OUTPUT,
+                        LANES,
+                    )
+                    if resolve:
+                        length = _emit(
+                            tl.load(kind_rows + 3 * best + 2),
+                            string_offsets,
+                            string_pool,
+                            output,
+                            length,
+                            OUTPUT,
+                            LANES,
+                        )
+                        tl.atomic_add(rule_events + tl.load(kind_rows + 3 * best), 1)
+                        start = best_end
+                        kind = home
+                        best = -1
+                        best_end = 0
+                    else:
+                        flush = 0
+                        if marker > 0:
+                            row = marker_rows + 3 * (marker - 1)
+                            flags = tl.load(row + 1)
+                            if (flags & 1) != 0:
+                                length = _copy(ring, output, free, length, seen - free, RING, OUTPUT, LANES)
+                            tl.atomic_add(rule_events + tl.load(row), 1)
+                            mode = tl.load(row + 2)
+                            mark = tl.load(modes + 4 * mode)
+                            home = tl.load(modes + 4 * mode + 1)
+                            kind = home
+                            free = seen
+                            start = seen
+                            marker = 0
+                            if (flags & 2) != 0:
+                                seen = end
+                                start = end
+                                ended = True
+                                go = False
+                        else:
+                            start = end
+                            go = False
+                    pending = start
+                    kind_at = start
+                    rules_at = start
+                    state = tl.load(modes + 4 * mode + 2)
+        if ended:
+            program = tl.load(modes + 4 * mode + 3)
+            if program >= 0:
                 pending, length = _run(
                     program,
                     program_offsets,
@@ -137,24 +449,17 @@ def transduce(
                     OUTPUT,
                     LANES,
                 )
-        if ended:
-            pending, length = _run(
-                tl.load(fst_final + state),
-                program_offsets,
-                program_ops,
-                string_offsets,
-                string_pool,
-                rule_events,
-                ring,
-                output,
-                pending,
-                length,
-                RING,
-                OUTPUT,
-                LANES,
-            )
             state = -1
         tl.store(fst_state + slot, state)
-        tl.store(read_pos + slot, read + size)
+        tl.store(read_pos + slot, end)
         tl.store(pending_pos + slot, pending)
+        if state >= 0:
+            tl.store(front, mode | (fresh << 16))
+            tl.store(front + 1, mark)
+            tl.store(front + 2, kind)
+            tl.store(front + 3, free)
+            tl.store(front + 4, kind_at)
+            tl.store(front + 5, start)
+            tl.store(front + 6, best)
+            tl.store(front + 7, best_end)
     tl.store(output_len + slot, length)

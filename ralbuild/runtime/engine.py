@@ -200,7 +200,7 @@ class Engine:
         self._metrics.count_rules(slot)
         text = stream.push(slot.output)
         finish = ""
-        if slot.token in self._eos or stream.stopped:
+        if slot.token in self._eos or stream.stopped or slot.text.stopped:
             finish = "stop"
         elif slot.step >= generation.order.max_tokens:
             finish = "length"
@@ -210,7 +210,7 @@ class Engine:
             if text or logprobs:
                 generation.sink(Piece(text, slot.step, logprobs=logprobs))
             return
-        text += stream.end(*patch.finish(slot, generation.order.profile, cut=stream.stopped))
+        text += stream.end(*patch.finish(slot, cut=stream.stopped))
         self._metrics.count_rules(slot)
         self._end(generation, Piece(text, slot.step, finish=finish, logprobs=logprobs))
 

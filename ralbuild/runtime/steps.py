@@ -60,8 +60,9 @@ class PatchSlot:
         step: tokens drawn so far.
         token: the last token; also the model's next input.
         output: bytes that the last step decided.
-        counts: what occurred before, when penalties ask for it.
-        value: the logits to draw from, between `penalize` and `sample`.
+        begun: a token that has bytes was read.
+    counts: what occurred before, when penalties ask for it.
+    value: the logits to draw from, between `penalize` and `sample`.
         refused: candidates refused by a ban; the reader may clear it, as it may ``text.events``.
         masked: times that all tokens were looked at; the reader may clear it.
         exhausted: True when no token was legal and the text was ended for it.
@@ -73,6 +74,7 @@ class PatchSlot:
     text: Slot
     step: int = 0
     token: int = IDLE
+    begun: bool = False
     output: bytes = b""
     counts: Counts | None = None
     value: Logits | None = None
@@ -163,7 +165,9 @@ class TransduceStep:
     def run(self, _logits: Logits, slots: Sequence[PatchSlot]) -> None:
         """Set ``output`` of every slot."""
         for slot in slots:
-            slot.output = slot.text.feed(self._vocab[slot.token])
+            data = self._vocab.at(slot.token, first=not slot.begun)
+            slot.begun = slot.begun or bool(self._vocab[slot.token])
+            slot.output = slot.text.feed(data)
 
 
 class FeedbackStep:
@@ -195,17 +199,14 @@ class Patch:
         for step in self.steps:
             step.run(logits, slots)
 
-    def finish(self, slot: PatchSlot, profile: int, *, cut: bool) -> tuple[bytes, bytes]:
+    def finish(self, slot: PatchSlot, *, cut: bool) -> tuple[bytes, bytes]:
         """End a slot's text; return what was still undecided and what the rules append to any text.
 
         With ``cut`` the text ended earlier than what the slot has read: what is undecided is dropped.
         """
-        fresh = self.tables.machine.start(profile)
-        appended = fresh.finish()
         if cut:
-            slot.text = fresh
-            return b"", appended
-        return slot.text.finish().removesuffix(appended), appended
+            return b"", slot.text.abandon()
+        return slot.text.close()
 
     def replay(self, profile: int, tokens: Sequence[int]) -> bytes:
         """Push ``tokens`` through the steps that follow sampling; return all bytes that come out."""

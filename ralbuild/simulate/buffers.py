@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ralbuild.contract.bans import BanTable
-from ralbuild.contract.buffers import BIAS_ROOM, COUNTERS, OUTPUT_BYTES, RING_BYTES
+from ralbuild.contract.buffers import BIAS_ROOM, COUNTERS, FRONT_REGISTERS, OUTPUT_BYTES, RING_BYTES
 from ralbuild.contract.bundle import Kernel
 from ralbuild.contract.transducer import TransducerTable
 from ralbuild.contract.vocab import TokenBytes
@@ -48,6 +48,21 @@ def table_buffers(tables: Tables) -> dict[str, Argument]:
         "program_ops": _words(fst.prog_ops),
         "string_offsets": _words(fst.str_off),
         "string_pool": _bytes(fst.pool),
+        "word_pages": _bytes(fst.word_pages),
+        "word_bits": _bytes(fst.word_bits),
+        "modes": _words(fst.modes),
+        "mark_class": _bytes(fst.mark_class),
+        "mark_next": _words(fst.mark_next),
+        "mark_actions": _words(fst.mark_actions),
+        "marker_rows": _words(fst.marker_rows),
+        "mark_classes": fst.mark_classes,
+        "kind_class": _bytes(fst.kind_class),
+        "kind_next": _words(fst.kind_next),
+        "kind_final": _words(fst.kind_final),
+        "accept_offsets": _words(fst.accept_off),
+        "accept_rows": _words(fst.accept_rows),
+        "kind_rows": _words(fst.kind_rows),
+        "kind_classes": fst.kind_classes,
     }
 
 
@@ -76,6 +91,7 @@ def slot_buffers(tables: Tables, slots: int, columns: int) -> dict[str, Argument
         "ban_events": whole.copy(),
         "draw_event": whole.copy(),
         "fst_state": np.full(slots, -1, np.int32),
+        "front": np.zeros((slots, FRONT_REGISTERS), np.int32),
         "ring": np.zeros((slots, RING_BYTES), np.uint8),
         "read_pos": whole.copy(),
         "pending_pos": whole.copy(),

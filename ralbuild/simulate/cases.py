@@ -9,6 +9,7 @@ import numpy as np
 
 from ralbuild.contract.bundle import Rule
 from ralbuild.contract.vocab import TokenBytes
+from ralbuild.fold.kinds import KIND_SAMPLES
 from ralbuild.simulate.buffers import Tables
 from ralbuild.simulate.compare import Case
 from ralbuild.simulate.compare_draws import DrawCase
@@ -66,7 +67,7 @@ def random_cases(tables: Tables, rules: Sequence[Rule], count: int, seed: int) -
     """
     rng = random.Random(seed)  # noqa: S311
     splitter = Splitter(tables.vocab)
-    literals = sorted({rule.text.encode() for rule in rules if rule.text}) or [b"text"]
+    literals = sorted({text for rule in rules for text in _texts(rule)}) or [b"text"]
     profiles = len(tables.transducer.starts)
     cases = []
     for number in range(count):
@@ -83,6 +84,15 @@ def random_cases(tables: Tables, rules: Sequence[Rule], count: int, seed: int) -
             tokens.append(rng.choice(tables.eos_ids))
         cases.append(Case(number % profiles, tuple(tokens)))
     return cases
+
+
+def _texts(rule: Rule) -> list[bytes]:
+    """Return what a rule may match: its text, an example of its kind, or both ends of its span."""
+    if rule.kind == "redact" and rule.text in KIND_SAMPLES:
+        return [KIND_SAMPLES[rule.text]]
+    if rule.kind == "span":
+        return [end.encode() for end in rule.text.split(" .. ") if end]
+    return [rule.text.encode()] if rule.text else []
 
 
 def _piece(literals: list[bytes], rng: random.Random) -> bytes:

@@ -25,7 +25,7 @@ from ralbuild.simulate.session import Argument, Options, Session
 
 SLOTS = 64
 """Cases that run side by side."""
-_STATE = ("fst_state", "read_pos", "pending_pos", "output_len", "output", "ring", "rule_events")
+_STATE = ("fst_state", "front", "read_pos", "pending_pos", "output_len", "output", "ring", "rule_events")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,19 +218,23 @@ class _Twin:
     run: _TransduceRun
     cases: Sequence[Case]
     texts: list[Slot | None] = field(init=False)
+    begun: list[bool] = field(init=False)
     wanted: dict[str, Array] = field(init=False)
 
     def __post_init__(self) -> None:
         run = self.run
-        starts = run.tables.transducer.starts
         state, events = run.array("fst_state"), run.array("rule_events")
         state[:] = -1
-        for slot, case in enumerate(self.cases):
-            state[slot] = starts[case.profile]
+        texts = [run.machine.start(case.profile) for case in self.cases]
+        self.texts = list(texts)
+        self.begun = [False] * len(self.cases)
+        for slot, text in enumerate(texts):
+            state[slot] = text.state
+            run.array("front")[slot] = text.registers(0)
+            run.array("front")[slot, 0] |= run.tables.vocab.strips << 16
         for name in ("read_pos", "pending_pos"):
             run.array(name)[:] = 0
         events[:] = 0
-        self.texts = [run.machine.start(case.profile) for case in self.cases]
         self.wanted = {name: run.array(name).copy() for name in _STATE}
 
     def step(self, tokens: Array) -> list[list[int]]:
@@ -243,8 +247,11 @@ class _Twin:
         if text is None or not 0 <= token < len(tables.vocab):
             return []
         ended = token in tables.eos_ids
-        data = b"" if ended else tables.vocab[token]
+        data = b"" if ended else tables.vocab.at(token, first=not self.begun[slot])
+        self.begun[slot] |= not ended and bool(tables.vocab[token])
         out = text.finish() if ended else text.feed(data)
+        if text.stopped and not ended:
+            out, ended = out + text.finish(), True
         events, text.events = text.events, []
         ring, read = wanted["ring"], int(wanted["read_pos"][slot])
         for k, byte in enumerate(data):
@@ -255,6 +262,10 @@ class _Twin:
         wanted["read_pos"][slot] = read + len(data)
         wanted["pending_pos"][slot] = read + len(data) - len(text.pending)
         wanted["fst_state"][slot] = -1 if ended else text.state
+        if not ended:
+            fresh = (not self.begun[slot] and tables.vocab.strips) << 16
+            wanted["front"][slot] = text.registers(read + len(data))
+            wanted["front"][slot, 0] |= fresh
         for rule in events:
             wanted["rule_events"][rule] += 1
         if ended:

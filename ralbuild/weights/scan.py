@@ -295,7 +295,9 @@ class _Check:
             files=tuple(ModelFile(name, len(data), sha256_hex(data)) for name, data in self.small.items()),
             vocab_size=int(config["vocab_size"]),
             tokenizer_size=len(vocabulary.tokens),
-            tokenizer_sha256=hashlib.sha256(write_vocab(vocabulary.tokens)).hexdigest(),
+            tokenizer_sha256=hashlib.sha256(
+                write_vocab(vocabulary.tokens, strips=vocabulary.strips)
+            ).hexdigest(),
             eos_token_ids=special.end_ids(self.configs, vocabulary),
             max_positions=positions if type(positions) is int else 0,
             tokenizer_fingerprint=vocabulary.fingerprint,

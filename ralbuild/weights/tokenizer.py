@@ -43,12 +43,14 @@ class Vocabulary:
     Attributes:
         fingerprint: SHA-256 over the ids of `PROBES`.
         adds: ids that the tokenizer puts before a text that is encoded with special tokens.
+        strips: decoding takes one space away from the beginning of a text.
     """
 
     tokens: tuple[bytes, ...]
     ids: dict[str, int]
     fingerprint: str = ""
     adds: tuple[int, ...] = field(default=())
+    strips: bool = False
 
 
 def read_vocabulary(data: dict[str, Any], source: bytes, findings: Findings) -> Vocabulary | None:
@@ -245,7 +247,9 @@ def _prove(
 ) -> Vocabulary | None:
     """Compare our bytes with the library's own decoding of a probe text, and take the fingerprint."""
     cpu_seconds = CPU_SECONDS + (len(source) >> 20)
-    request = json.dumps(PROBES).encode() + b"\n" + source
+    spaced = next((k for k, token in enumerate(tokens) if token[:1] == b" " and token[1:].isalpha()), None)
+    asked = {"texts": PROBES, "single": spaced}
+    request = json.dumps(asked).encode() + b"\n" + source
     answer = child.run_limited("tokenizer_worker.py", request, cpu_seconds, MEMORY_BYTES)
     if answer is None:
         what = f"the tokenizers library takes more than {cpu_seconds} s or 4 GB for {len(PROBES)} short texts"
@@ -267,7 +271,8 @@ def _prove(
     plain = probed[PROBES.index("a")]
     before = added[: max(0, len(added) - len(plain))] if added[-len(plain) :] == plain else added[:1]
     fingerprint = sha256_hex(canonical_json(probed))
-    return Vocabulary(tokens, ids, fingerprint, tuple(before) if added != plain else ())
+    strips = spaced is not None and answer["single"][:1] != " "
+    return Vocabulary(tokens, ids, fingerprint, tuple(before) if added != plain else (), strips)
 
 
 def text_encoder(source: bytes) -> Callable[[str], list[int]]:
