@@ -85,6 +85,12 @@ class Profiler:
     def synchronized(self, threads: Array, *, block: bool) -> None:
         """Barriers move no bytes; see `Observer`."""
 
+    def arrived(self, threads: Array) -> None:
+        """See `synchronized`."""
+
+    def joined(self, waiting: Array, arrived: Array) -> None:
+        """See `synchronized`."""
+
     def result(self, module: Module, entry: str, launches: int) -> Profile:
         """Return the traffic of every line that had any."""
         function = module.entry(entry)
