@@ -35,6 +35,7 @@ from ralbuild.image.reader import read_base
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
+from ralbuild.proof import Sources, prove, sources_of
 from ralbuild.report import Report, format_bytes
 from ralbuild.weights.findings import FoundError
 from ralbuild.weights.scan import ScannedModel, verify_folder
@@ -58,6 +59,7 @@ class BuildRequest:
         base: an OCI layout to build on; None takes the embedded base.
         rehash: read every weight byte again.
         check_repro: compile every kernel twice and compare.
+        simulate: run every kernel before the image is written.
     """
 
     model: Path
@@ -68,6 +70,7 @@ class BuildRequest:
     base: Path | None = None
     rehash: bool = False
     check_repro: bool = False
+    simulate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ def build_image(
     """Verify, fold, compile, plan and write an image."""
     _refuse_target(request.target)
     compiled = compile_model(request, report)
-    _, image = assemble(request, compiled, report)
+    _, image = assemble(request, compiled, report, _proof(request, compiled, report))
     with report.stage("write") as stage:
         written = write_image(
             image,
@@ -114,7 +117,7 @@ def plan_only(request: BuildRequest, report: Report) -> tuple[Compiled, Image]:
     """Do everything but write the image: for ``--dry-run``."""
     _refuse_target(request.target)
     compiled = compile_model(request, report)
-    _, image = assemble(request, compiled, report)
+    _, image = assemble(request, compiled, report, _proof(request, compiled, report))
     return compiled, image
 
 
@@ -199,6 +202,20 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
     return Compiled(loaded, model, folded, bundle, contract.write_bundle(bundle), objects)
 
 
+def kernel_sources(request: BuildRequest, compiled: Compiled, report: Report) -> Sources:
+    """Return where the source lines of the compiled kernels are found."""
+    specs = _kernel_specs(compiled.loaded, compiled.bundle.engine.max_seq_len)
+    return sources_of(compiled.bundle, specs, Cache(request.cache_dir, report))
+
+
+def _proof(request: BuildRequest, compiled: Compiled, report: Report) -> str:
+    """Run the kernels when that is asked for; return what the image's label says of it."""
+    if not request.simulate:
+        return ""
+    sources = kernel_sources(request, compiled, report)
+    return prove(compiled.bundle, compiled.objects, sources, report)
+
+
 def save_plan(compiled: Compiled, folder: Path) -> Path:
     """Write ``bundle.json`` and ``report.txt`` into the cache folder; return the report's path."""
     text = plan_text(compiled.bundle, compiled.bundle_sha256, compiled.folded.size)
@@ -234,8 +251,14 @@ def write_base(target: Target, output: Output, tag: str, report: Report, *, refr
     return written.manifest_digest
 
 
-def assemble(request: BuildRequest, compiled: Compiled, report: Report) -> tuple[ImagePlan, Image]:
-    """Put the compiled parts on a base and compute every digest; nothing is written."""
+def assemble(
+    request: BuildRequest, compiled: Compiled, report: Report, proof: str = ""
+) -> tuple[ImagePlan, Image]:
+    """Put the compiled parts on a base and compute every digest; nothing is written.
+
+    Args:
+        proof: what was simulated, for the image's labels; empty for nothing.
+    """
     with report.stage("base") as stage:
         layout = request.base or ensure_base(request.target, report)
         base = read_base(layout)
@@ -250,6 +273,7 @@ def assemble(request: BuildRequest, compiled: Compiled, report: Report) -> tuple
         config_source=compiled.loaded.source,
         created=source_date(),
         mtime=LAYER_MTIME,
+        simulated=proof,
     )
     plan = plan_image(base, parts)
     return plan, assemble_image(plan)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ralbuild"
 
 ORDER = [
     "errors", "contract", "pins", "digests", "config", "weights", "fold", "kernels", "compile", "cache",
-    "simulate", "render", "image", "supply", "release", "report", "pipeline", "doctor", "cli",
+    "simulate", "render", "image", "supply", "release", "report", "proof", "pipeline", "doctor", "cli",
 ]  # fmt: skip
 """A module may import only rooms to its left, and its own. docs/architecture.md draws it."""
 

@@ -94,6 +94,7 @@ def build_request(options: argparse.Namespace, base: Path | None = None) -> Buil
         base=base,
         rehash=options.rehash,
         check_repro=getattr(options, "check_repro", False),
+        simulate=getattr(options, "simulate", False),
     )
 
 

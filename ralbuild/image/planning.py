@@ -44,6 +44,7 @@ class ImageParts:
         config_source: ``ral-config.yaml`` as written.
         created: the image's date, seconds since 1970.
         mtime: of every entry, the same that the weights were scanned with.
+        simulated: how the kernels were run before; empty when they were not.
     """
 
     model: ScannedModel
@@ -54,6 +55,7 @@ class ImageParts:
     config_source: bytes
     created: int
     mtime: int
+    simulated: str = ""
 
 
 def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
@@ -110,6 +112,8 @@ def image_labels(parts: ImageParts) -> dict[str, str]:
             "io.ralbuild.cuda.driver": pins.cuda.driver_floor,
             "io.ralbuild.cuda.ptx": ".".join(map(str, pins.cubin.ptx_max)),
         }
+    if parts.simulated:
+        labels["io.ralbuild.simulated"] = parts.simulated
     return labels
 
 

@@ -114,7 +114,7 @@ def simulate_bundle(
         CacheError: for an object that is missing or not what its digest says.
         PtxError: for PTX that is not understood.
     """
-    chosen = _choose(bundle, work)
+    chosen = chosen_objects(bundle, work)
     content = _Content(bundle, objects)
     done = []
     for kernel, item in chosen:
@@ -129,7 +129,12 @@ def simulate_bundle(
     return done
 
 
-def _choose(bundle: Bundle, work: Work) -> list[tuple[Kernel, KernelObject]]:
+def chosen_objects(bundle: Bundle, work: Work) -> list[tuple[Kernel, KernelObject]]:
+    """Return the kernels and architectures to run.
+
+    Raises:
+        UsageError: for a kernel or architecture that the bundle does not have.
+    """
     names = {kernel.name for kernel in bundle.kernels}
     archs = {item.arch for kernel in bundle.kernels for item in kernel.objects}
     if not names:
