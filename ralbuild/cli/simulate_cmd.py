@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_option(parser)
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel; repeatable")
     parser.add_argument("--arch", action="append", metavar="sm_NN", help="only this architecture; repeatable")
+    parser.add_argument(
+        "--buffers", type=Path, metavar="FILE", help="YAML: what a user kernel is launched over"
+    )
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--text", type=Path, metavar="FILE", help="push this text through, in longest tokens")
     given.add_argument("--cases", type=int, default=256, metavar="N", help="random texts; default: 256")
@@ -46,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """
     from ralbuild.contract.bundle import select_profile
     from ralbuild.proof import Unpaired, find_unpaired, raise_problems, run_line
+    from ralbuild.simulate.buffer_file import read_buffer_file
     from ralbuild.simulate.gate import Work, simulate_bundle
 
     report = chosen_report(options)
@@ -55,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.cases < 1:
         raise UsageError(f"needs at least 1 case, found {options.cases}", place="--cases")
+    buffers = read_buffer_file(options.buffers) if options.buffers else None
     bundle, objects, sources = (_from_image if options.image else _compiled)(options, report)
     work = Work(
         kernels=tuple(options.kernel or ()),
@@ -64,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
         profile=select_profile(bundle, options.route),
         races=options.race,
         profiled=options.profile,
+        buffers=buffers,
         seed=options.seed,
     )
     runs = simulate_bundle(bundle, objects, work, lambda item: report.step(run_line(item)))
@@ -144,6 +150,7 @@ def _answer(run: KernelRun, bundle: Bundle, paired: bool | None) -> dict[str, An
         "rules": [rule_text(bundle, number) for number in done.difference.rules] if done.difference else [],
         "fault": str(done.fault) if done.fault else None,
         "races": [str(race) for race in done.races],
+        "printed": list(done.printed),
     }
     if run.profile:
         answer["profile"] = {
@@ -173,9 +180,10 @@ def _text_answer(answer: dict[str, Any]) -> str:
         f"{answer['kernel']:<16} {answer['arch']}  {word:<6} {answer['cases']:>6} cases  "
         f"{launches:>5} launches  {count // launches:>9,} warp instructions a launch"
     )
+    rows = [f"  printed: {text.rstrip()}" for text in answer["printed"]]
     if "profile" not in answer:
-        return line
-    rows = [
+        return "\n".join([line, *rows])
+    rows += [
         f"  {item['line']:>5}  {item['requests']:>9,} requests  {item['bytes']:>12,} B  "
         f"{item['sectors']:>9,} sectors (least {item['least_sectors']:,})  "
         f"{item['bank_conflicts']:>6,} conflicts  {item['text']}"

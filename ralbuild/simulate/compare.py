@@ -71,6 +71,7 @@ class Comparison:
 
     Attributes:
         ties: draws that differ only because two scores are too near to tell apart.
+        printed: what a user's kernel printed.
     """
 
     cases: int = 0
@@ -81,6 +82,7 @@ class Comparison:
     fault: Fault | None = None
     races: tuple[Race, ...] = ()
     counters: Counters | None = None
+    printed: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -229,6 +231,9 @@ class _Twin:
             state[slot] = starts[case.profile]
         for name in ("read_pos", "pending_pos"):
             run.array(name)[:] = 0
+        for name in ("ring", "output"):  # what is there before must not matter, and must stay
+            garbage = run.array(name)
+            garbage[...] = np.arange(garbage.size, dtype=np.uint64).reshape(garbage.shape) % 251 + 1
         events[:] = 0
         self.texts = [run.machine.start(case.profile) for case in self.cases]
         self.wanted = {name: run.array(name).copy() for name in _STATE}
