@@ -13,6 +13,7 @@ from ralbuild.errors import ImageError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ralbuild.compile.source_lines import SourceLines
     from ralbuild.contract.bundle import Bundle
     from ralbuild.proof import Sources
     from ralbuild.report import Report
@@ -79,7 +80,12 @@ def run(options: argparse.Namespace) -> int:
     else:
         unpaired = find_unpaired(bundle, objects, work, sources.toolchain)
     answer = [
-        _answer(item, bundle, (item.kernel, item.arch) not in unpaired if sources.toolchain else None)
+        _answer(
+            item,
+            bundle,
+            (item.kernel, item.arch) not in unpaired if sources.toolchain else None,
+            sources.lines(item, objects[item.ptx_sha256]) if item.profile else None,
+        )
         for item in runs
     ]
     print(json.dumps(answer, indent=2) if options.json else "\n".join(_text_answer(item) for item in answer))
@@ -130,7 +136,8 @@ def _from_image(options: argparse.Namespace, report: Report) -> tuple[Bundle, Ma
     return bundle, objects, sources_of(bundle, builtin_specs(), Cache(options.cache, report))
 
 
-def _answer(run: KernelRun, bundle: Bundle, paired: bool | None) -> dict[str, Any]:
+def _answer(run: KernelRun, bundle: Bundle, paired: bool | None, lines: SourceLines | None) -> dict[str, Any]:
+    from ralbuild.cli.simulate_profile import profile_answer
     from ralbuild.proof import rule_text
 
     done = run.comparison
@@ -153,27 +160,14 @@ def _answer(run: KernelRun, bundle: Bundle, paired: bool | None) -> dict[str, An
         "printed": list(done.printed),
     }
     if run.profile:
-        answer["profile"] = {
-            "global_bytes": run.profile.global_bytes,
-            "bank_conflicts": run.profile.conflicts,
-            "lines": [
-                {
-                    "line": line,
-                    "text": text,
-                    "requests": traffic.requests,
-                    "bytes": traffic.bytes,
-                    "sectors": traffic.sectors,
-                    "least_sectors": traffic.ideal,
-                    "bank_conflicts": traffic.conflicts,
-                }
-                for line, (text, traffic) in run.profile.lines.items()
-            ],
-        }
+        answer["profile"] = profile_answer(run, lines)
     return answer
 
 
 def _text_answer(answer: dict[str, Any]) -> str:
     """Return one line; more for a profile."""
+    from ralbuild.cli.simulate_profile import profile_rows
+
     word = "equal" if answer["ok"] else "FAILED"
     count, launches = answer["warp_instructions"], max(1, answer["launches"])
     line = (
@@ -183,10 +177,4 @@ def _text_answer(answer: dict[str, Any]) -> str:
     rows = [f"  printed: {text.rstrip()}" for text in answer["printed"]]
     if "profile" not in answer:
         return "\n".join([line, *rows])
-    rows += [
-        f"  {item['line']:>5}  {item['requests']:>9,} requests  {item['bytes']:>12,} B  "
-        f"{item['sectors']:>9,} sectors (least {item['least_sectors']:,})  "
-        f"{item['bank_conflicts']:>6,} conflicts  {item['text']}"
-        for item in answer["profile"]["lines"]
-    ]
-    return "\n".join([line, *rows])
+    return "\n".join([line, *rows, *profile_rows(answer["profile"])])

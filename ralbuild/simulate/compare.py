@@ -72,6 +72,7 @@ class Comparison:
     Attributes:
         ties: draws that differ only because two scores are too near to tell apart.
         printed: what a user's kernel printed.
+        blocks, warps: of a launch.
     """
 
     cases: int = 0
@@ -83,6 +84,14 @@ class Comparison:
     races: tuple[Race, ...] = ()
     counters: Counters | None = None
     printed: tuple[str, ...] = ()
+    blocks: int = 0
+    warps: int = 0
+
+    def finish(self, session: Session) -> None:
+        """Take what a session knows at its end."""
+        self.races, self.counters = session.races, session.counters
+        self.printed = tuple(session.printed)
+        self.blocks, self.warps = session.blocks, session.warps
 
     @property
     def ok(self) -> bool:
@@ -105,7 +114,7 @@ def compare_transduce(
     for first in range(0, len(cases), slots):
         if not guarded(result, partial(run.batch, cases[first : first + slots], first, result)):
             break
-    result.races, result.counters = run.session.races, run.session.counters
+    result.finish(run.session)
     return result
 
 

@@ -214,6 +214,5 @@ def _run_user(
             result.launches += 1
     except FaultError as error:
         result.fault = error.fault
-    result.races, result.counters = session.races, session.counters
-    result.printed = tuple(session.printed)
+    result.finish(session)
     return result

@@ -78,6 +78,7 @@ class Session:
         block = parameter_block(function, values)
         threads = int(np.prod(function.block or (32, 1, 1)))
         self.blocks = grid[0] * grid[1] * grid[2]
+        self.warps = self.blocks * threads // 32
         self.detector = RaceDetector(threads, self.blocks) if options.races else None
         watching = [*observers, *([self.detector] if self.detector else [])]
         wave = options.wave or max(1, WAVE_LANES // threads)
