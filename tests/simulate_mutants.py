@@ -35,6 +35,7 @@ from ralbuild.contract.transducer import (
     EVENT,
     STATE_BITS,
     Transducer,
+    TransducerTable,
     read_transducer,
     write_transducer,
 )
@@ -43,6 +44,7 @@ from ralbuild.simulate.buffers import Tables
 from ralbuild.simulate.cases import random_draws
 from ralbuild.simulate.compare import Case, Comparison, compare_transduce
 from ralbuild.simulate.compare_draws import DrawCase, compare_sample
+from ralbuild.simulate.draws import CANDIDATES
 from ralbuild.simulate.faults import PtxError
 from ralbuild.simulate.ptx.model import Module
 from ralbuild.simulate.ptx.parser import parse_module
@@ -107,7 +109,7 @@ def final_program(state: int, held: int, program: Callable[[int], int], programs
     return len(programs) - 1
 
 
-def hard_table(seed: int):
+def hard_table(seed: int) -> TransducerTable:
     """Legal transitions with copies longer than a warp and strings longer than the output row."""
     rng = random.Random(seed)
     strings = [rng.randbytes(size) for size in (0, 1, 3, 32, 45, 200, 1060, 1500)]
@@ -150,35 +152,41 @@ def hard_table(seed: int):
         return to | (0 if plain else program(consumed)) << STATE_BITS
 
     rows = [[entry(state) for _ in range(CLASSES)] for state in range(STATES)]
+    final = [final_program(state, held[state], program, programs) for state in range(STATES)]
+    return table_of(CLASSES, rows, final, programs, strings, PROFILES, HELD, RULES)
+
+
+def table_of(
+    classes: int,
+    rows: list[list[int]],
+    final: list[int],
+    programs: list[Ops],
+    strings: list[bytes],
+    profiles: int,
+    held: int,
+    rules: int,
+) -> TransducerTable:
+    """Return a table whose bytes have their class by turns, and whose profiles start at its first states."""
     data = write_transducer(
-        cls=[byte % CLASSES for byte in range(256)],
+        cls=[byte % classes for byte in range(256)],
         rows=rows,
-        final=[final_program(state, held[state], program, programs) for state in range(STATES)],
+        final=final,
         programs=programs,
         strings=strings,
-        starts=list(range(PROFILES)),
-        max_held=HELD,
-        rules=RULES,
+        starts=list(range(profiles)),
+        max_held=held,
+        rules=rules,
     )
     return read_transducer(data, "mutants")
 
 
-def edge_table():
+def edge_table() -> TransducerTable:
     """One state: a byte that emits 4,060 bytes, and bytes that are copied one by one, past the row's end."""
     strings = [bytes(range(1, 251)) * 4 + b"." * 60, b"ab", b"-" * 1000]
     fill = [(EMIT, 2), (EMIT, 2), (EMIT, 2), (EMIT, 0), (COPY, 1)]
     programs = [[(COPY, 1)], fill, [(DROP, 1), (EMIT, 1)], [(COPY, 1), (EVENT, 0)]]
-    data = write_transducer(
-        cls=[byte % 4 for byte in range(256)],
-        rows=[[0, 1 << STATE_BITS, 2 << STATE_BITS, 3 << STATE_BITS]],
-        final=[4],
-        programs=[*programs, []],
-        strings=strings,
-        starts=[0],
-        max_held=1,
-        rules=1,
-    )
-    return read_transducer(data, "edges")
+    rows = [[0, 1 << STATE_BITS, 2 << STATE_BITS, 3 << STATE_BITS]]
+    return table_of(4, rows, [4], [*programs, []], strings, 1, 1, 1)
 
 
 def late_ends(tables: Tables, rng: random.Random) -> list[Case]:
@@ -207,9 +215,9 @@ def transduce_work() -> Callable[[Module], Comparison]:
     for number in range(29):
         tokens = [
             rng.randrange(-1, 321) if rng.random() < 0.3 else rng.randrange(256, 318)
-            for _ in range(rng.randint(3, 8))
+            for _ in range(rng.randint(2, 5))
         ]
-        if number % 8 == 0:
+        if number == 0:
             tokens = [308 + k % 8 for k in range(17)]  # more bytes than the ring holds
         cases.append(
             Case(number % PROFILES, (*[t for t in tokens if t not in (316, 317)], rng.choice([316, 317, 5])))
@@ -324,9 +332,7 @@ def sample_work() -> Callable[[Module], Comparison]:
         logits = np.full(len(draws[0].logits), -np.inf, np.float32)
         logits[4 + 7 * k : 4 + 7 * k + 300] = 1.0 + (k % 2)
         top_p = [1.0, 0.5][k % 2]
-        draws.append(
-            replace(draws[0], logits=logits, temperature=float(k % 3), top_p=top_p, token=0, fst_state=0)
-        )
+        draws.append(replace(draws[0], logits=logits, temperature=float(k % 3), top_p=top_p))
     options = Options(shared=shared_bytes("sample"), races=True, step_limit=40_000)
     quiet = Options(shared=shared_bytes("sample"), step_limit=400_000)
     nothing_banned = Tables(fst, ban_automaton([b"zzzz"]), tables.vocab, (3,))
@@ -353,13 +359,14 @@ def sample_work() -> Callable[[Module], Comparison]:
 
 
 def walls(bans: BanTable, words: list[bytes]) -> list[DrawCase]:
-    """Rows whose best tokens are all refused, up to the limit of 256 and past it."""
+    """Rows whose best tokens are all refused, up to the limit of candidates and past it."""
     state = next(x for x in range(1, 8) if bans.trans[x * bans.classes + bans.cls[98]] == 0)
     refused = [n for n, word in enumerate(words) if word[:1] == b"b"]
     allowed = [n for n, word in enumerate(words) if word[:1] == b" "]
     out = []
-    for count, others in ((255, 1), (256, 1), (257, 1), (300, 0), (3, 2), (40, 9)):
-        for top_p in (1.0, 0.4) if count < 99 else (1.0,):
+    most = CANDIDATES
+    for count, others in ((most - 1, 1), (most, 1), (most + 1, 1), (most + 44, 0), (3, 2), (40, 9)):
+        for top_p in (1.0, 0.4) if others > 1 else (1.0,):
             logits = np.full(len(words) + 37, -np.inf, np.float32)
             logits[refused[:count]] = 9.0 + np.arange(len(refused[:count])) / 64
             logits[allowed[:others]] = 1.0
@@ -485,7 +492,9 @@ def run_mutants(name: str, count: int, seed: int, tell: Callable[[str], None] = 
     clean = work(module(name))
     assert clean.ok, (clean.difference, clean.fault, clean.races)
     tally = Tally()
-    for mutant in chosen(name, count, seed):
+    for number, mutant in enumerate(chosen(name, count, seed)):
+        if number and number % 10 == 0:
+            tell(f"{name}: {number} mutants, {sum(tally.caught.values())} of {tally.total} caught")
         reason = why_equivalent(mutant)
         how = "" if reason else caught_by(mutant, work)
         if reason:
