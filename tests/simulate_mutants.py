@@ -189,6 +189,32 @@ def edge_table() -> TransducerTable:
     return table_of(4, rows, [4], [*programs, []], strings, 1, 1, 1)
 
 
+LONGEST = 70
+
+
+def chain_table() -> TransducerTable:
+    """A byte of class 0 is held back; one of class 1 copies all that is held, of class 2 the last byte alone."""
+    programs: list[Ops] = [[(COPY, 1)], []]
+    rows, final = [], []
+    for held in range(LONGEST + 1):
+        programs += [[(COPY, held + 1)], [(DROP, held), (COPY, 1)] if held else [(COPY, 1)]]
+        programs.append([(COPY, held)] if held else [])
+        copy, last, end = range(len(programs) - 3, len(programs))
+        hold = (held + 1) | 1 << STATE_BITS if held < LONGEST else copy << STATE_BITS
+        rows.append([hold, copy << STATE_BITS, last << STATE_BITS])
+        final.append(end)
+    return table_of(3, rows, final, programs, [b""], 1, LONGEST, 1)
+
+
+def chain_work(bans: BanTable) -> tuple[Tables, list[Case]]:
+    """Copies of every length around one and two steps of a warp, in the text and at its end."""
+    lengths = [0, 1, 2, *range(30, 36), *range(62, LONGEST)]
+    words = [b"\0" * length + end for length in lengths for end in (b"", b"\1", b"\2")]
+    vocab = read_vocab(write_vocab([*words, b""]), "chain")
+    tables = Tables(chain_table(), bans, vocab, (len(words),))
+    return tables, [Case(0, (token, len(words))) for token in range(len(words))]
+
+
 def late_ends(tables: Tables, rng: random.Random) -> list[Case]:
     """Short texts, half of them ended while more bytes are held back than a warp has lanes."""
     machine = Transducer(tables.transducer)
@@ -235,7 +261,8 @@ def transduce_work() -> Callable[[Module], Comparison]:
     options = Options(races=True, step_limit=40_000)
     quiet = Options(step_limit=200_000)
     one_end = replace(tables, eos_ids=(316,))
-    stages = ((tables, cases, options, 32), (edges, edge_cases, options, 8), (tables, ends, quiet, 128),
+    chain, chain_cases = chain_work(bans)
+    stages = ((chain, chain_cases, quiet, len(chain_cases)), (tables, cases, options, 32), (edges, edge_cases, options, 8), (tables, ends, quiet, 128),
               (one_end, cases[4:10], options, 6))  # fmt: skip
 
     def work(parsed: Module) -> Comparison:
@@ -347,9 +374,9 @@ def sample_work() -> Callable[[Module], Comparison]:
     flat = read_vocab(write_vocab([b"a"] * 66_000), "flat")
     even = DrawCase(np.zeros(66_000, np.float32), 1.0, 0.6, 3, 1, 1)
     stages.append((Tables(fst, nothing_banned.bans, flat, (3,)), [even], quiet, 1))
-    hard = [b"b" + word for word in words[:300]] + words[:20]
+    hard = [b"b" + word for word in words[:1000]] + words[:20]
     stages.append(
-        (Tables(fst, bans, read_vocab(write_vocab(hard), "walls"), (319,)), walls(bans, hard), quiet, 8)
+        (Tables(fst, bans, read_vocab(write_vocab(hard), "walls"), (1019,)), walls(bans, hard), quiet, 8)
     )
 
     def work(parsed: Module) -> Comparison:
@@ -368,7 +395,8 @@ def walls(bans: BanTable, words: list[bytes]) -> list[DrawCase]:
     for count, others in ((most - 1, 1), (most, 1), (most + 1, 1), (most + 44, 0), (3, 2), (40, 9)):
         for top_p in (1.0, 0.4) if others > 1 else (1.0,):
             logits = np.full(len(words) + 37, -np.inf, np.float32)
-            logits[refused[:count]] = 9.0 + np.arange(len(refused[:count])) / 64
+            spread = refused[:: len(refused) // count][:count]  # some in every quarter of a pass
+            logits[spread] = 9.0 + np.arange(len(spread)) / 64
             logits[allowed[:others]] = 1.0
             out.append(DrawCase(logits, 0.0 if others < 2 else 0.7, top_p, 77 + count, 3, state))
     return out
