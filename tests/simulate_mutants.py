@@ -198,12 +198,13 @@ def chain_table() -> TransducerTable:
     rows, final = [], []
     for held in range(LONGEST + 1):
         programs += [[(COPY, held + 1)], [(DROP, held), (COPY, 1)] if held else [(COPY, 1)]]
-        programs.append([(COPY, held)] if held else [])
+        full = [(EMIT, 1)] if held > LONGEST - 4 else []  # the copy behind it goes past the output row's end
+        programs.append([*full, (COPY, held)] if held else [])
         copy, last, end = range(len(programs) - 3, len(programs))
         hold = (held + 1) | 1 << STATE_BITS if held < LONGEST else copy << STATE_BITS
         rows.append([hold, copy << STATE_BITS, last << STATE_BITS])
         final.append(end)
-    return table_of(3, rows, final, programs, [b""], 1, LONGEST, 1)
+    return table_of(3, rows, final, programs, [b"", b"=" * 4060], 1, LONGEST, 1)
 
 
 def chain_work(bans: BanTable) -> tuple[Tables, list[Case]]:
@@ -255,14 +256,16 @@ def transduce_work() -> Callable[[Module], Comparison]:
         )
         for number in range(128)
     ]
-    edge_words = [b"\1" + bytes([4 * (k % 60)]) * k + b"\2\3" for k in range(34, 40)] + [b"\0\1\2\3", b"\1\1"]
-    edges = Tables(edge_table(), bans, read_vocab(write_vocab([*edge_words, b""]), "edges"), (8,))
-    edge_cases = [Case(0, (number % 8, 6, (number + 3) % 8, 8)) for number in range(8)]
+    edge_words = [b"\1" + bytes([4 * (k % 60)]) * k + b"\2\3" for k in range(30, 40)]
+    edge_words += [b"\0\1\2\3", b"\1\1"]
+    count = len(edge_words)
+    edges = Tables(edge_table(), bans, read_vocab(write_vocab([*edge_words, b""]), "edges"), (count,))
+    edge_cases = [Case(0, (number, count - 2, (number + 3) % count, count)) for number in range(count)]
     options = Options(races=True, step_limit=40_000)
     quiet = Options(step_limit=200_000)
     one_end = replace(tables, eos_ids=(316,))
     chain, chain_cases = chain_work(bans)
-    stages = ((chain, chain_cases, quiet, len(chain_cases)), (tables, cases, options, 32), (edges, edge_cases, options, 8), (tables, ends, quiet, 128),
+    stages = ((chain, chain_cases, quiet, len(chain_cases)), (tables, cases, options, 32), (edges, edge_cases, options, count), (tables, ends, quiet, 128),
               (one_end, cases[4:10], options, 6))  # fmt: skip
 
     def work(parsed: Module) -> Comparison:
@@ -308,7 +311,9 @@ def decisive_draws(columns: int, size: int, edges: Sequence[int]) -> list[DrawCa
 
 def fine_draws(columns: int, size: int) -> list[DrawCase]:
     """Rows in which one unit of mass, or the noise of one quarter of a pass, decides."""
-    draws = []
+    equal = np.zeros(columns, np.float32)
+    equal[size:] = 50.0
+    draws = [DrawCase(equal, 0.0, 1.0, 1, 1, 1)]  # the lowest id wins, whatever lane it lies in
     for quarter in range(4):
         row = spike(columns, size, quarter * 256 + 9, 0.5)
         heavy, total = mass(row, size)
