@@ -210,7 +210,8 @@ def chain_table() -> TransducerTable:
 def chain_work(bans: BanTable) -> tuple[Tables, list[Case]]:
     """Copies of every length around one and two steps of a warp, in the text and at its end."""
     lengths = [0, 1, 2, *range(30, 36), *range(62, LONGEST)]
-    words = [b"\0" * length + end for length in lengths for end in (b"", b"\1", b"\2")]
+    texts = [bytes(3 * (1 + (length + k) % 80) for k in range(length)) for length in lengths]
+    words = [text + end for text in texts for end in (b"", b"\1", b"\2")]
     vocab = read_vocab(write_vocab([*words, b""]), "chain")
     tables = Tables(chain_table(), bans, vocab, (len(words),))
     return tables, [Case(0, (token, len(words))) for token in range(len(words))]

@@ -6,9 +6,9 @@ import pytest
 import simulate_mutants
 
 
-@pytest.mark.parametrize("name", ["transduce", "sample"])
-def test_small_damage_to_a_built_in_kernel_is_noticed(name: str) -> None:
+@pytest.mark.parametrize(("name", "count"), [("transduce", 16), ("sample", 10)])
+def test_small_damage_to_a_built_in_kernel_is_noticed(name: str, count: int) -> None:
     survivors: list[str] = []
-    tally = simulate_mutants.run_mutants(name, 16, 2, survivors.append)
-    assert tally.total >= 14, "most mutants are not equivalent"
-    assert tally.survivors == [], survivors
+    tally = simulate_mutants.run_mutants(name, count, 2, survivors.append)
+    assert tally.total >= count - 3, "most mutants are not equivalent"
+    assert not tally.survivors, survivors
