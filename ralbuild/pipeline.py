@@ -42,6 +42,7 @@ from ralbuild.image.registry.reference import Reference
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
+from ralbuild.proof import Sources, prove, sources_of
 from ralbuild.report import Report, format_bytes
 from ralbuild.signing import PublicKey, load_public_key
 from ralbuild.supply.attest import NOTHING, Wanted, attest_image, files_to_be
@@ -96,6 +97,7 @@ class BuildRequest:
         check_repro: compile every kernel twice and compare.
         attest: what to store beside the image.
         ignored_secrets: places (``file:line``) that look like a secret and are none.
+        simulate: run every kernel before the image is written.
     """
 
     model: Path
@@ -110,6 +112,7 @@ class BuildRequest:
     check_repro: bool = False
     attest: Wanted = NOTHING
     ignored_secrets: tuple[str, ...] = ()
+    simulate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ def build_image(
     with open_registries(request.registry) as registries:
         _check_caps(request, outputs, registries)
         compiled = compile_model(request, report)
-        plan, image = assemble(request, compiled, report, registries)
+        plan, image = assemble(request, compiled, report, registries, _proof(request, compiled, report))
         image = _attest(image, tag, plan, request, report)
         written = _write(image, outputs, tag, report, registries)
     return compiled, image, written
@@ -208,7 +211,7 @@ def plan_only(
     with open_registries(request.registry) as registries:
         _check_caps(request, outputs, registries)
         compiled = compile_model(request, report)
-        plan, image = assemble(request, compiled, report, registries)
+        plan, image = assemble(request, compiled, report, registries, _proof(request, compiled, report))
         for output in outputs:
             if isinstance(output, RegistryOutput):
                 check_limits(image, registries.repository(output.reference).registry.profile)
@@ -323,6 +326,21 @@ def _reshard(model: ScannedModel, limit: int, report: Report) -> ScannedModel:
     return fresh
 
 
+def kernel_sources(request: BuildRequest, compiled: Compiled, report: Report) -> Sources:
+    """Return where the source lines of the compiled kernels are found."""
+    users = _user_steps(compiled.loaded, compiled.model, compiled.bundle.engine.max_seq_len)
+    specs = (*builtin_specs(), *(step.spec for step in users))
+    return sources_of(compiled.bundle, specs, Cache(request.cache_dir, report))
+
+
+def _proof(request: BuildRequest, compiled: Compiled, report: Report) -> str:
+    """Run the kernels when that is asked for; return what the image's label says of it."""
+    if not request.simulate:
+        return ""
+    sources = kernel_sources(request, compiled, report)
+    return prove(compiled.bundle, compiled.objects, sources, report)
+
+
 def save_plan(compiled: Compiled, folder: Path) -> Path:
     """Write ``bundle.json`` and ``report.txt`` into the cache folder; return the report's path."""
     text = plan_text(compiled.bundle, compiled.bundle_sha256, compiled.folded.size)
@@ -352,9 +370,13 @@ def write_base(
 
 
 def assemble(
-    request: BuildRequest, compiled: Compiled, report: Report, registries: Registries
+    request: BuildRequest, compiled: Compiled, report: Report, registries: Registries, proof: str = ""
 ) -> tuple[ImagePlan, Image]:
-    """Put the compiled parts on a base and compute every digest; nothing is written."""
+    """Put the compiled parts on a base and compute every digest; nothing is written.
+
+    Args:
+        proof: what was simulated, for the image's labels; empty for nothing.
+    """
     config = (compiled.loaded.path.name, compiled.loaded.source)
     refuse_secrets((config, *compiled.model.files), request.ignored_secrets)
     with report.stage("base") as stage:
@@ -372,6 +394,7 @@ def assemble(
         created=source_date(),
         mtime=LAYER_MTIME,
         license=spdx_name(read_license(request.model)),
+        simulated=proof,
     )
     plan = plan_image(base, parts)
     return plan, assemble_image(plan)

@@ -3,7 +3,8 @@
     python tests/simulate_mutants.py [--count N] [--seed S] [--kernel NAME]
 
 A mutant is caught when it faults, races, or differs from the executor. One that the parser refuses is no
-mutant. Survivors are printed with their line: docs/simulate.md says why each is equivalent or missed.
+mutant; nor is one of `EQUIVALENT`, which can change nothing, with the reason why. Survivors are printed with
+their line of the PTX and of the kernel's source.
 """
 
 from __future__ import annotations
@@ -12,32 +13,39 @@ import argparse
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from compile_support import Shelf, specs, toolchain
 from simulate_support import kernel, module, ptx, shared_bytes
 from test_kernels_sample import ban_automaton
 
+from ralbuild.compile.source_lines import SourceLines, source_lines
+from ralbuild.contract.bans import BanTable
 from ralbuild.contract.transducer import (
     COPY,
     DROP,
     EMIT,
     EVENT,
     STATE_BITS,
-    Front,
+    Transducer,
+    TransducerTable,
     read_transducer,
     write_transducer,
 )
+from ralbuild.contract.transducer_table import Front
 from ralbuild.contract.vocab import read_vocab, write_vocab
 from ralbuild.simulate.buffers import Tables
 from ralbuild.simulate.cases import random_draws
 from ralbuild.simulate.compare import Case, Comparison, compare_transduce
 from ralbuild.simulate.compare_draws import DrawCase, compare_sample
+from ralbuild.simulate.draws import CANDIDATES
 from ralbuild.simulate.faults import PtxError
 from ralbuild.simulate.ptx.model import Module
 from ralbuild.simulate.ptx.parser import parse_module
@@ -59,6 +67,23 @@ OTHER = {
 }
 
 
+EQUIVALENT = (
+    ("", "off by one in a bound", r"^for (done|first) in range\(0, ", r"setp\.le",
+     "one round more when the size is a multiple of the step: every lane of it is masked"),
+    ("", "predicate", r"^tl\.store\((fst_state|read_pos|pending_pos|output_len|token|ban_state|ban_events|step) \+ slot",
+     r"@!?%p\d+ st\.global|^st\.global", "all threads of the block hold the same value for the same address"),
+    ("transduce", "no predicate", r"tl\.load\(ring \+", r"ld\.global",
+     "the address stays within the ring, and what a masked lane loads is not stored"),
+    ("sample", "off by one in a constant", r"tl\.load\(row \+ ids", r"mov\.b32.*-838860[78]",
+     "minus infinity becomes NaN, which the next line of the source makes minus infinity"),
+    ("sample", "off by one", r"tl\.log\(", r"setp\.l[te]\.u32.*213909504[01]",
+     "tests for infinity in a logarithm whose argument is finite"),
+    ("sample", "off by one in a bound|swap a compare", r"tl\.log\(", r"0f00800000",
+     "scales subnormal arguments by 2^23 and takes 23 off the exponent: exact, and no argument is subnormal"),
+)  # fmt: skip
+"""Kernel, kind, source line, changed line, and why nothing can come of it: patterns to search for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     kernel: str
@@ -68,7 +93,24 @@ class Mutant:
     after: str
 
 
-def hard_table(seed: int):
+Ops = list[tuple[int, int]]
+
+
+def final_program(state: int, held: int, program: Callable[[int], int], programs: list[Ops]) -> int:
+    """Ends of all kinds: nothing at all, copies behind a text, texts across the end of the output row."""
+    kind = state % 5
+    if kind == 0 and held == 0:
+        programs.append([])
+    elif kind < 3:
+        return program(held)
+    else:
+        full = [(EMIT, 7), (EMIT, 7), (EMIT, 6)] if kind == 3 else [(EMIT, 3)]
+        tail = [(COPY, held)] if held else []
+        programs.append([*full, *tail, (EMIT, 5), (EVENT, 1), (EMIT, 7)])
+    return len(programs) - 1
+
+
+def hard_table(seed: int) -> TransducerTable:
     """Legal transitions with copies longer than a warp and strings longer than the output row."""
     rng = random.Random(seed)
     strings = [rng.randbytes(size) for size in (0, 1, 3, 32, 45, 200, 1060, 1500)]
@@ -111,103 +153,263 @@ def hard_table(seed: int):
         return to | (0 if plain else program(consumed)) << STATE_BITS
 
     rows = [[entry(state) for _ in range(CLASSES)] for state in range(STATES)]
+    final = [final_program(state, held[state], program, programs) for state in range(STATES)]
+    return table_of(CLASSES, rows, final, programs, strings, PROFILES, HELD, RULES)
+
+
+def table_of(
+    classes: int,
+    rows: list[list[int]],
+    final: list[int],
+    programs: list[Ops],
+    strings: list[bytes],
+    profiles: int,
+    held: int,
+    rules: int,
+) -> TransducerTable:
+    """Return a table whose bytes have their class by turns, and whose profiles start at its first states."""
     none = (1 << 32) - 1
     data = write_transducer(
-        cls=[symbol % CLASSES for symbol in range(512)],
+        cls=[symbol % classes for symbol in range(512)],
         trans=[entry for row in rows for entry in row],
-        final=[program(held[state]) for state in range(STATES)],
+        final=final,
         programs=programs,
         strings=strings,
-        starts=list(range(PROFILES)),
-        front=Front(modes=[(none, none, state, none) for state in range(PROFILES)]),
+        starts=list(range(profiles)),
+        front=Front(modes=[(none, none, state, none) for state in range(profiles)]),
         words=(bytes(4352), bytes(32)),
-        max_held=HELD,
-        rules=RULES,
+        max_held=held,
+        rules=rules,
     )
     return read_transducer(data, "mutants")
+
+
+def edge_table() -> TransducerTable:
+    """One state: a byte that emits 4,060 bytes, and bytes that are copied one by one, past the row's end."""
+    strings = [bytes(range(1, 251)) * 4 + b"." * 60, b"ab", b"-" * 1000]
+    fill = [(EMIT, 2), (EMIT, 2), (EMIT, 2), (EMIT, 0), (COPY, 1)]
+    programs = [[(COPY, 1)], fill, [(DROP, 1), (EMIT, 1)], [(COPY, 1), (EVENT, 0)]]
+    rows = [[0, 1 << STATE_BITS, 2 << STATE_BITS, 3 << STATE_BITS]]
+    return table_of(4, rows, [4], [*programs, []], strings, 1, 1, 1)
+
+
+LONGEST = 70
+
+
+def chain_table() -> TransducerTable:
+    """A byte of class 0 is held back; one of class 1 copies all that is held, of class 2 the last byte alone."""
+    programs: list[Ops] = [[(COPY, 1)], []]
+    rows, final = [], []
+    for held in range(LONGEST + 1):
+        programs += [[(COPY, held + 1)], [(DROP, held), (COPY, 1)] if held else [(COPY, 1)]]
+        full = [(EMIT, 1)] if held > LONGEST - 4 else []  # the copy behind it goes past the output row's end
+        programs.append([*full, (COPY, held)] if held else [])
+        copy, last, end = range(len(programs) - 3, len(programs))
+        hold = (held + 1) | 1 << STATE_BITS if held < LONGEST else copy << STATE_BITS
+        rows.append([hold, copy << STATE_BITS, last << STATE_BITS])
+        final.append(end)
+    return table_of(3, rows, final, programs, [b"", b"=" * 4060], 1, LONGEST, 1)
+
+
+def chain_work(bans: BanTable) -> tuple[Tables, list[Case]]:
+    """Copies of every length around one and two steps of a warp, in the text and at its end."""
+    lengths = [0, 1, 2, *range(30, 36), *range(62, LONGEST)]
+    texts = [bytes(3 * (1 + (length + k) % 80) for k in range(length)) for length in lengths]
+    words = [text + end for text in texts for end in (b"", b"\1", b"\2")]
+    vocab = read_vocab(write_vocab([*words, b""]), "chain")
+    tables = Tables(chain_table(), bans, vocab, (len(words),))
+    return tables, [Case(0, (token, len(words))) for token in range(len(words))]
+
+
+def late_ends(tables: Tables, rng: random.Random) -> list[Case]:
+    """Short texts, half of them ended while more bytes are held back than a warp has lanes."""
+    machine = Transducer(tables.transducer)
+    found: list[tuple[int, Case]] = []
+    for number in range(3000):
+        profile = rng.randrange(PROFILES)
+        tokens = [rng.randrange(316) for _ in range(rng.randint(0, 3))]
+        text = machine.start(profile)
+        for token in tokens:
+            text.feed(tables.vocab[token])
+        found.append((len(text.pending), Case(profile, (*tokens, 316 + number % 2))))
+    return [case for _, case in [*sorted(found, key=lambda item: -item[0])[:64], *found[:64]]]
 
 
 def transduce_work() -> Callable[[Module], Comparison]:
     rng = random.Random(4)
     words = [bytes([byte]) for byte in range(256)] + [
-        rng.randbytes(rng.choice([0, 2, 7, 33, 70])) for _ in range(60)
+        rng.randbytes(rng.choice([0, 2, 7, 33]) if number < 52 else 70) for number in range(60)
     ]
-    tables = Tables(
-        hard_table(2),
-        ban_automaton([b"ab"]),
-        read_vocab(write_vocab([*words, b"", b""]), "mutants"),
-        (316, 317),
-    )
-    cases = []
-    for number in range(32):
+    vocab = read_vocab(write_vocab([*words, b"", b""]), "mutants")
+    bans = ban_automaton([b"ab"])
+    tables = Tables(hard_table(2), bans, vocab, (316, 317))
+    cases = [Case(0, (0, 318, 5, 319, -1, 316)), Case(1, (318, 7, 317)), Case(2, (5, 320, 318, 316))]
+    for number in range(29):
         tokens = [
             rng.randrange(-1, 321) if rng.random() < 0.3 else rng.randrange(256, 318)
-            for _ in range(rng.randint(3, 8))
+            for _ in range(rng.randint(2, 5))
         ]
-        if number % 8 == 0:
-            tokens = [300 + k % 16 for k in range(40)]  # more bytes than the ring holds
+        if number == 0:
+            tokens = [308 + k % 8 for k in range(17)]  # more bytes than the ring holds
         cases.append(
             Case(number % PROFILES, (*[t for t in tokens if t not in (316, 317)], rng.choice([316, 317, 5])))
         )
+    ends = [
+        Case(
+            rng.randrange(PROFILES),
+            (*[rng.randrange(316) for _ in range(rng.randint(0, 2))], 316 + number % 2),
+        )
+        for number in range(128)
+    ]
+    edge_words = [b"\1" + bytes([4 * (k % 60)]) * k + b"\2\3" for k in range(30, 40)]
+    edge_words += [b"\0\1\2\3", b"\1\1"]
+    count = len(edge_words)
+    edges = Tables(edge_table(), bans, read_vocab(write_vocab([*edge_words, b""]), "edges"), (count,))
+    edge_cases = [Case(0, (number, count - 2, (number + 3) % count, count)) for number in range(count)]
     options = Options(races=True, step_limit=40_000)
+    quiet = Options(step_limit=200_000)
     one_end = replace(tables, eos_ids=(316,))
+    chain, chain_cases = chain_work(bans)
+    stages = ((chain, chain_cases, quiet, len(chain_cases)), (tables, cases, options, 32), (edges, edge_cases, options, count), (tables, ends, quiet, 128),
+              (one_end, cases[4:10], options, 6))  # fmt: skip
 
     def work(parsed: Module) -> Comparison:
-        result = compare_transduce(parsed, kernel("transduce"), tables, cases, options, 32)
-        if not result.ok:
-            return result
-        return compare_transduce(parsed, kernel("transduce"), one_end, cases[1:7], options, 6)
+        return first_failure(
+            partial(compare_transduce, parsed, kernel("transduce"), *stage) for stage in stages
+        )
 
     return work
+
+
+def first_failure(stages: Iterable[Callable[[], Comparison]]) -> Comparison:
+    """Run stages until one fails; the cheapest stand first."""
+    for stage in stages:
+        result = stage()
+        if not result.ok:
+            return result
+    return result
+
+
+def spike(columns: int, size: int, at: int, share: float) -> np.ndarray:
+    """A row in which one token holds ``share`` of the mass; columns that are no token would win."""
+    logits = np.zeros(columns, np.float32)
+    logits[at] = np.log((size - 1) * share / (1 - share))
+    logits[size:] = 50.0
+    return logits
+
+
+def mass(logits: np.ndarray, size: int) -> tuple[int, int]:
+    """Weight of the heaviest token and of all, in units of 2^-24 (docs/kernels.md)."""
+    weights = np.exp(logits[:size] - logits[:size].max()) * np.float32(2.0**24) + np.float32(0.5)
+    return int(weights.max()), int(weights.astype(np.int64).sum())
+
+
+def decisive_draws(columns: int, size: int, edges: Sequence[int]) -> list[DrawCase]:
+    """Rows in which one of these ids is half of the mass, inside the nucleus or not enough for it."""
+    return [
+        DrawCase(spike(columns, size, at, 0.5), 1.0, top_p, 1000 * at + k, k, 1)
+        for at in edges
+        for top_p in (0.4, 0.7)
+        for k in range(3)
+    ]
+
+
+def fine_draws(columns: int, size: int) -> list[DrawCase]:
+    """Rows in which one unit of mass, or the noise of one quarter of a pass, decides."""
+    equal = np.zeros(columns, np.float32)
+    equal[size:] = 50.0
+    draws = [DrawCase(equal, 0.0, 1.0, 1, 1, 1)]  # the lowest id wins, whatever lane it lies in
+    for quarter in range(4):
+        row = spike(columns, size, quarter * 256 + 9, 0.5)
+        heavy, total = mass(row, size)
+        for wanted in (heavy, heavy + 50):
+            top_p = next(
+                (
+                    p
+                    for p in near(np.float32(wanted / total))
+                    if int(np.float64(p) * total) in (wanted, wanted + 1)
+                ),
+                0.5,
+            )
+            draws += [DrawCase(row, 1.0, float(top_p), 50 * quarter + k, k, 1) for k in range(4)]
+        twins = np.full(columns, -20.0, np.float32)
+        twins[quarter * 256 + 9], twins[(quarter * 256 + 400) % 1024] = 0.0, -6e-8
+        twins[size:] = 50.0
+        draws += [DrawCase(twins, 1.0, 0.4, 90 * quarter + k, k, 1) for k in range(4)]
+        few = np.full(columns, -np.inf, np.float32)
+        few[[quarter * 256 + k for k in (3, 90, 200)]] = 1.0
+        few[size:] = 50.0
+        draws += [DrawCase(few, 1.0, 1.0, 70 * quarter + k, k, 1) for k in range(8)]
+    return draws
+
+
+def near(p: np.float32) -> Iterator[np.float32]:
+    """Numbers around ``p``, the nearest first."""
+    below = above = p
+    for _ in range(40):
+        yield above
+        yield below
+        below, above = np.nextafter(below, np.float32(0)), np.nextafter(above, np.float32(1))
 
 
 def sample_work() -> Callable[[Module], Comparison]:
     rng = np.random.default_rng(4)
     letters = list(b"abc ")
     words = [bytes([letter]) for letter in letters]
-    words += [bytes(rng.choice(letters, int(rng.integers(0, 5))).tolist()) for _ in range(1100)]
-    tables = Tables(
-        hard_table(2), ban_automaton([b"ab", b"cac"]), read_vocab(write_vocab(words), "mutants"), (3,)
-    )
+    words += [bytes(rng.choice(letters, int(rng.integers(0, 5))).tolist()) for _ in range(2044)]
+    bans = ban_automaton([b"ab", b"cac"])
+    fst = edge_table()
+
+    def tables_of(size: int) -> Tables:
+        return Tables(fst, bans, read_vocab(write_vocab(words[:size]), "mutants"), (3,))
+
+    tables = tables_of(1104)
     draws = random_draws(tables, 12, 5)
-    state = next(
-        x for x in range(1, 8) if tables.bans.trans[x * tables.bans.classes + tables.bans.cls[98]] == 0
-    )
-    walls: list[DrawCase] = []
-    refused = [n for n, word in enumerate(words) if word[:1] == b"b"]
-    for count, others in (
-        (15, 1),
-        (16, 1),
-        (17, 1),
-        (300, 0),
-        (3, 2),
-        (40, 9),
-    ):  # bans near the limit of 16
-        for top_p in (1.0, 0.4) if count < 99 else (1.0,):
-            logits = np.full(len(draws[0].logits), -np.inf, np.float32)
-            logits[refused[:count]] = 9.0 + np.arange(len(refused[:count])) / 64
-            logits[4 : 4 + others] = 1.0
-            walls.append(DrawCase(logits, 0.0 if others == 9 else 0.7, top_p, 77 + count, 3, state))
     for k in range(8):  # near ties, and rows that are refused to the end
         logits = np.full(len(draws[0].logits), -np.inf, np.float32)
         logits[4 + 7 * k : 4 + 7 * k + 300] = 1.0 + (k % 2)
-        draws.append(
-            replace(
-                draws[0],
-                logits=logits,
-                temperature=float(k % 3),
-                top_p=[1.0, 0.5][k % 2],
-                done=0,
-            )
-        )
+        top_p = [1.0, 0.5][k % 2]
+        draws.append(replace(draws[0], logits=logits, temperature=float(k % 3), top_p=top_p))
     options = Options(shared=shared_bytes("sample"), races=True, step_limit=40_000)
     quiet = Options(shared=shared_bytes("sample"), step_limit=400_000)
+    nothing_banned = Tables(fst, ban_automaton([b"zzzz"]), tables.vocab, (3,))
+    stages = [(tables, draws, options, 32)]
+    for size in (1104, 1324, 1624, 2044):
+        same = Tables(fst, nothing_banned.bans, read_vocab(write_vocab(words[:size]), "mutants"), (3,))
+        last = [(size - 1) // 256 * 256, size - 1]
+        edges = [*range(0, size - 256, 256), *last] if size == 1104 else last
+        stages.append((same, decisive_draws(size + 37, size, edges), quiet, 64))
+        if size == 1104:
+            stages.append((same, fine_draws(size + 37, size), quiet, 64))
+    flat = read_vocab(write_vocab([b"a"] * 66_000), "flat")
+    even = DrawCase(np.zeros(66_000, np.float32), 1.0, 0.6, 3, 1, 1)
+    stages.append((Tables(fst, nothing_banned.bans, flat, (3,)), [even], quiet, 1))
+    hard = [b"b" + word for word in words[:1000]] + words[:20]
+    stages.append(
+        (Tables(fst, bans, read_vocab(write_vocab(hard), "walls"), (1019,)), walls(bans, hard), quiet, 8)
+    )
 
     def work(parsed: Module) -> Comparison:
-        result = compare_sample(parsed, kernel("sample"), tables, draws, options, 32)
-        return compare_sample(parsed, kernel("sample"), tables, walls, quiet, 8) if result.ok else result
+        return first_failure(partial(compare_sample, parsed, kernel("sample"), *stage) for stage in stages)
 
     return work
+
+
+def walls(bans: BanTable, words: list[bytes]) -> list[DrawCase]:
+    """Rows whose best tokens are all refused, up to the limit of candidates and past it."""
+    state = next(x for x in range(1, 8) if bans.trans[x * bans.classes + bans.cls[98]] == 0)
+    refused = [n for n, word in enumerate(words) if word[:1] == b"b"]
+    allowed = [n for n, word in enumerate(words) if word[:1] == b" "]
+    out = []
+    most = CANDIDATES
+    for count, others in ((most - 1, 1), (most, 1), (most + 1, 1), (most + 44, 0), (3, 2), (40, 9)):
+        for top_p in (1.0, 0.4) if others > 1 else (1.0,):
+            logits = np.full(len(words) + 37, -np.inf, np.float32)
+            spread = refused[:: len(refused) // count][:count]  # some in every quarter of a pass
+            logits[spread] = 9.0 + np.arange(len(spread)) / 64
+            logits[allowed[:others]] = 1.0
+            out.append(DrawCase(logits, 0.0 if others < 2 else 0.7, top_p, 77 + count, 3, state))
+    return out
 
 
 def variants(line: str) -> Iterator[tuple[str, str]]:
@@ -252,6 +454,31 @@ def all_mutants(name: str) -> list[Mutant]:
     return out
 
 
+@cache
+def source_text(name: str, line: int) -> str:
+    """The kernel's source behind a line of its PTX, counted from 0."""
+    return map_of(name).text(line + 1)
+
+
+@cache
+def map_of(name: str) -> SourceLines:
+    return source_lines(specs()[name], "sm_80", ptx(name).encode(), toolchain(), Shelf())
+
+
+def why_equivalent(mutant: Mutant) -> str:
+    """Return why a mutant can change nothing; empty for all others."""
+    source = source_text(mutant.kernel, mutant.line)
+    for name, kind, place, changed, reason in EQUIVALENT:
+        if (
+            name in ("", mutant.kernel)
+            and re.search(kind, mutant.kind)
+            and re.search(place, source)
+            and re.search(changed, mutant.after.strip())
+        ):
+            return reason
+    return ""
+
+
 def caught_by(mutant: Mutant, work: Callable[[Module], Comparison]) -> str:
     """Return what catches a mutant: a word, empty for nothing."""
     lines = ptx(mutant.kernel).splitlines()
@@ -284,39 +511,56 @@ def chosen(name: str, count: int, seed: int) -> list[Mutant]:
 WORK = {"transduce": transduce_work, "sample": sample_work}
 
 
+@dataclass(slots=True)
+class Tally:
+    """What became of the mutants of a kernel."""
+
+    caught: dict[str, int] = field(default_factory=dict)
+    equivalent: dict[str, int] = field(default_factory=dict)
+    survivors: list[Mutant] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return sum(self.caught.values()) + len(self.survivors)
+
+
+def run_mutants(name: str, count: int, seed: int, tell: Callable[[str], None] = print) -> Tally:
+    """Damage a kernel ``count`` times and say what catches it."""
+    work = WORK[name]()
+    clean = work(module(name))
+    assert clean.ok, (clean.difference, clean.fault, clean.races)
+    tally = Tally()
+    for number, mutant in enumerate(chosen(name, count, seed)):
+        if number and number % 10 == 0:
+            tell(f"{name}: {number} mutants, {sum(tally.caught.values())} of {tally.total} caught")
+        reason = why_equivalent(mutant)
+        how = "" if reason else caught_by(mutant, work)
+        if reason:
+            tally.equivalent[reason] = tally.equivalent.get(reason, 0) + 1
+        elif how and how != "refused":
+            tally.caught[how] = tally.caught.get(how, 0) + 1
+        elif not how:
+            tally.survivors.append(mutant)
+            place = map_of(name).place(mutant.line + 1)
+            tell(
+                f"survives: {name}:{mutant.line + 1} {mutant.kind}: {mutant.before.strip()} -> "
+                f"{mutant.after.strip()}  [{place}: {source_text(name, mutant.line)}]"
+            )
+    return tally
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=130, help="mutants of each kernel")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernel", action="append", choices=list(WORK))
     options = parser.parse_args()
-    tally: dict[tuple[str, str], list[int]] = {}
-    survivors: list[Mutant] = []
-    reasons: dict[str, int] = {}
     for name in options.kernel or WORK:
-        work = WORK[name]()
-        clean = work(module(name))
-        assert clean.ok, (clean.difference, clean.fault, clean.races)
-        for mutant in chosen(name, options.count, options.seed):
-            how = caught_by(mutant, work)
-            if how == "refused":
-                continue
-            row = tally.setdefault((name, mutant.kind), [0, 0])
-            row[0] += bool(how)
-            row[1] += 1
-            reasons[how] = reasons.get(how, 0) + 1
-            if not how:
-                survivors.append(mutant)
-                print(
-                    f"survives: {name}:{mutant.line + 1} {mutant.kind}: {mutant.before.strip()} -> {mutant.after.strip()}",
-                    flush=True,
-                )
-    for (name, kind), (good, total) in sorted(tally.items()):
-        print(f"{name:<10} {kind:<26} {good:>4} of {total}")
-    total = sum(row[1] for row in tally.values())
-    print(
-        f"caught {total - len(survivors)} of {total} ({100 * (1 - len(survivors) / total):.1f} %): {reasons}"
-    )
+        tally = run_mutants(name, options.count, options.seed, partial(print, flush=True))
+        good = tally.total - len(tally.survivors)
+        print(f"{name}: caught {good} of {tally.total} ({100 * good / tally.total:.1f} %): {tally.caught}")
+        for reason, count in sorted(tally.equivalent.items()):
+            print(f"  {count} equivalent: {reason}")
     return 0
 
 

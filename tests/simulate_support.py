@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from threading import Event
 
 import numpy as np
-from compile_support import PINS, compiled, specs
+from compile_support import PINS, compiled, specs, toolchain
 
+from ralbuild.compile.launch import run_worker
+from ralbuild.compile.spec import KernelSpec
 from ralbuild.contract.bundle import Kernel, Param
 from ralbuild.simulate.ptx.model import Module
 from ralbuild.simulate.ptx.parser import parse_module
@@ -90,3 +93,29 @@ def apply(instruction: str, columns: Sequence[np.ndarray], out: np.dtype) -> np.
     result = np.zeros(padded, out)
     run(text, *given, result, blocks=padded // 128)
     return result[:count]
+
+
+HEADER = "import triton\nimport triton.language as tl\n\n"
+
+
+@functools.cache
+def triton_ptx(
+    body: str, signature: tuple[tuple[str, str], ...], arch: str = "sm_80", warps: int = 4, align: int = 1
+) -> tuple[str, int]:
+    """Compile a Triton source with a kernel ``k`` as builds do; return its PTX and its shared bytes."""
+    names = [name for name, _ in signature]
+    spec = KernelSpec(
+        "k", (HEADER + body).encode(), "k.py", "k", dict(signature), {}, {name: name for name in names},
+        dict.fromkeys(names, align) if align > 1 else {}, warps, True,
+    )  # fmt: skip
+    done = run_worker(spec, arch, toolchain(), stop=Event())
+    return done.ptx.decode(), done.launch["shared"]
+
+
+def run_triton(compiled_kernel: tuple[str, int], arguments: dict[str, object], blocks: int = 1) -> Session:
+    """Launch ``k`` with races watched for, and return the session."""
+    text, shared = compiled_kernel
+    options = Options(shared=shared, races=True)
+    session = Session(parse_module(text), "k", (blocks, 1, 1), arguments, options)
+    session.launch()
+    return session

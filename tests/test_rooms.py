@@ -16,7 +16,8 @@ PACKAGE = ROOT / "ralbuild"
 
 ORDER = [
     "errors", "contract", "pins", "digests", "signing", "config", "weights", "fold", "kernels", "compile",
-    "cache", "simulate", "render", "image", "supply", "report", "release", "debug", "pipeline", "doctor", "cli",
+    "cache", "simulate", "render", "image", "supply", "report", "release", "debug", "proof", "pipeline", "doctor",
+    "cli",
 ]  # fmt: skip
 """A module may import only rooms to its left, and its own. docs/architecture.md draws it."""
 

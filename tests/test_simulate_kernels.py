@@ -64,14 +64,17 @@ def random_tables(seed: int) -> Tables:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("sample", ["finance", "redaction"])
 def test_transduce_equals_the_executor_over_folded_rules(sample: str, arch: str) -> None:
+    """96 texts where races are watched for; 32 on the others, whose PTX is the same text."""
     tables, rules = folded_tables(sample)
-    cases = [Case(case.profile, case.tokens[:24]) for case in random_cases(tables, rules, 96, 3)]
-    races = arch in ("sm_80", "sm_90")
+    races = arch == "sm_80"
+    count = 96 if races else 32
+    found = random_cases(tables, rules, count, 3 if races else int(arch[3:]))
+    cases = [Case(case.profile, case.tokens[:24]) for case in found]
     result = compare_transduce(
-        module("transduce", arch), kernel("transduce"), tables, cases, Options(races=races), 96
+        module("transduce", arch), kernel("transduce"), tables, cases, Options(races=races), count
     )
     assert (result.difference, result.fault, result.races) == (None, None, ())
-    assert (result.cases, result.ok) == (96, True)
+    assert (result.cases, result.ok) == (count, True)
 
 
 @pytest.mark.parametrize("seed", range(3))

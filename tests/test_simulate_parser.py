@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulate_support import ARCHS, HEAD, module, program, ptx
+from simulate_support import ARCHS, HEAD, module, program, ptx, run
 
-from ralbuild.simulate.faults import PtxError
+from ralbuild.simulate.faults import FaultError, PtxError
 from ralbuild.simulate.ptx.model import Guard
 from ralbuild.simulate.ptx.parser import parse_module
-from ralbuild.simulate.session import Session
+from ralbuild.simulate.session import Options, Session
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -60,7 +61,7 @@ def test_guards_and_lines_are_kept() -> None:
     [
         ("", 1, "needs .version"),
         (".version 8.2\n.target sm_80\n\x00", 3, "no PTX token"),
-        (HEAD + ".func f() { ret; }", 4, "unknown module directive '.func'"),
+        (HEAD + ".func f(.reg .b32 %a) { ret; }", 4, "needs '.param'"),
         (HEAD + ".visible .entry t() .reqntid 33 { ret; ", 4, "ends too early"),
         (program("frobnicate.u32 %r1, %r2;\nret;"), 13, "unknown instruction 'frobnicate'"),
         (program("add.u33 %r1, %r2, %r3;\nret;"), 13, "unknown form 'add.u33'"),
@@ -76,7 +77,14 @@ def test_guards_and_lines_are_kept() -> None:
         (program("wgmma.fence.sync.aligned;\nret;"), 13, "unknown instruction 'wgmma'"),
         (program("cp.async.bulk.commit_group;\nret;"), 13, "'cp"),
         (program("ld.global.v4.b64 {%rd5,%rd6,%rd7,%rd8}, [%rd0];\nret;"), 13, "an access of 32 bytes"),
-        (program("bar.sync 0, 16;\nret;"), 13, "a barrier for a part of the block"),
+        (program("bar.sync 0, 16;\nret;"), 13, "a barrier of a number of threads that cannot be"),
+        (program("bar.sync %r1;\nret;"), 13, "a barrier whose number is no constant"),
+        (program("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r1}, %rd1, %rd2, 1, 1, 1, 0, 0;\nret;"), 13,
+         "unknown instruction 'wgmma'"),
+        (program("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%rd1], [%rd0], 16, [%rd2];\nret;"),
+         13, "unknown form 'cp.async.bulk"),
+        (program("mbarrier.init.shared.b64 [%rd1], 1;\nret;"), 13, "unknown instruction 'mbarrier'"),
+        (program("call.uni $NOWHERE;\nret;"), 13, "a call of '$NOWHERE', which is not there"),
         (program("@%p1 bar.sync 0;\nret;"), 13, "a barrier or warp-wide instruction under a predicate"),
     ],
 )  # fmt: skip
@@ -126,6 +134,67 @@ def test_a_damaged_kernel_is_read_or_refused_never_a_traceback(seed: int) -> Non
     except PtxError as error:
         assert 1 <= error.line <= text.count("\n") + 1
         assert str(error)
+
+
+EVERYTHING = HEAD + """.extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b) ;
+.global .align 1 .b8 text[8] = {104, 105, 32, 37, 100, 10};
+.func (.param .align 8 .b8 out[8]) both(.param .b32 x, .param .b32 y) {
+.reg .b32 %r<5>; .reg .pred %p<2>;
+ld.param.b32 %r1, [x]; ld.param.b32 %r2, [y];
+setp.lt.s32 %p1, %r1, %r2;
+@%p1 bra $LESS;
+sub.s32 %r3, %r1, %r2;
+$LESS: add.s32 %r4, %r1, %r2;
+st.param.v2.b32 [out], {%r4, %r3};
+ret;
+}
+""" + program("""{ .param .b32 param0; .param .b32 param1; .param .align 8 .b8 retval0[8];
+st.param.b32 [param0], %i;
+st.param.b32 [param1], 9;
+call.uni (retval0), both, (param0, param1);
+ld.param.v2.b32 {%r1, %r2}, [retval0]; }
+.local .align 8 .b8 args[8];
+st.local.b32 [args], %r1;
+mov.b64 %rd4, text; cvta.global.u64 %rd5, %rd4; mov.b64 %rd6, args; cvta.local.u64 %rd7, %rd6;
+{ .param .b64 param0; .param .b64 param1; .param .b32 retval0;
+st.param.b64 [param0], %rd5;
+st.param.b64 [param1], %rd7;
+call.uni (retval0), vprintf, (param0, param1); }
+.shared .align 16 .b8 buf[1024];
+mov.b32 %r3, buf; shl.b32 %r4, %t, 4; add.u32 %r5, %r3, %r4; mul.wide.u32 %rd8, %t, 16; add.u64 %rd9, %rd0, %rd8;
+cp.async.cg.shared.global [%r5], [%rd9], 16, %r7;
+cp.async.commit_group;
+cp.async.wait_group 0;
+bar.sync 0;
+ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%r5];
+mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r14,%r15,%r16,%r17}, {%r10,%r11,%r12,%r13}, {%r10,%r11}, {%r14,%r15,%r16,%r17};
+setp.lt.u32 %p1, %t, 32;
+@%p1 bra $FIRST;
+bar.sync 1, 64;
+bra $END;
+$FIRST: bar.arrive 1, 64;
+$END: st.global.b32 [%rd9], %r14;
+ret;""", 1, 64).removeprefix(HEAD)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**64))
+def test_a_damaged_program_runs_or_is_at_fault_and_always_ends(seed: int) -> None:
+    """Calls, printing, copies, matrices and barriers, each line damaged in turn."""
+    text = mutated(EVERYTHING, random.Random(seed)) if seed else EVERYTHING
+    try:
+        parsed = parse_module(text)
+        options = Options(shared=64, races=True, step_limit=300)
+        for entry in parsed.entries:
+            Session(parsed, entry.name, (2, 1, 1), {"p0": np.zeros(4096, np.uint8)}, options).launch()
+    except (PtxError, FaultError) as error:
+        assert str(error)
+
+
+def test_the_program_that_is_damaged_is_right_by_itself() -> None:
+    session = run(EVERYTHING.replace(", 16, %r7;", ", 16;"), np.zeros(4096, np.uint8), races=True)
+    assert len(session.printed) == 64
+    assert session.printed[20] == "hi 29\n"
 
 
 @settings(max_examples=300, deadline=None)

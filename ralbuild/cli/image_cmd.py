@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and write no image"
     )
+    parser.add_argument(
+        "--simulate", action="store_true", help="run every kernel's PTX first; write nothing if one is wrong"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the digest")
     add_registry_options(parser)
     add_report_options(parser)

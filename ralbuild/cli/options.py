@@ -141,6 +141,7 @@ def build_request(
         checks=chosen_checks(options),
         check_repro=getattr(options, "check_repro", False),
         ignored_secrets=tuple(getattr(options, "ignore_secret", ())),
+        simulate=getattr(options, "simulate", False),
     )
 
 

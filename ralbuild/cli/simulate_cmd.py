@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ralbuild.cli.options import add_cache_option, add_config_option, add_report_options, chosen_report
-from ralbuild.errors import CompileError, ImageError, UsageError
+from ralbuild.errors import ImageError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ralbuild.compile.source_lines import SourceLines
     from ralbuild.contract.bundle import Bundle
+    from ralbuild.proof import Sources
     from ralbuild.report import Report
     from ralbuild.simulate.gate import KernelRun
 
@@ -26,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_option(parser)
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel; repeatable")
     parser.add_argument("--arch", action="append", metavar="sm_NN", help="only this architecture; repeatable")
+    parser.add_argument(
+        "--buffers", type=Path, metavar="FILE", help="YAML: what a user kernel is launched over"
+    )
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--text", type=Path, metavar="FILE", help="push this text through, in longest tokens")
     given.add_argument("--cases", type=int, default=256, metavar="N", help="random texts; default: 256")
@@ -45,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
     """
     from ralbuild.contract.bundle import select_profile
     from ralbuild.contract.routes import read_routes
+    from ralbuild.proof import Unpaired, find_unpaired, raise_problems, run_line
+    from ralbuild.simulate.buffer_file import read_buffer_file
     from ralbuild.simulate.gate import Work, simulate_bundle
 
     report = chosen_report(options)
@@ -54,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.cases < 1:
         raise UsageError(f"needs at least 1 case, found {options.cases}", place="--cases")
-    bundle, objects = _from_image(options.image) if options.image else _compiled(options, report)
+    buffers = read_buffer_file(options.buffers) if options.buffers else None
+    bundle, objects, sources = (_from_image if options.image else _compiled)(options, report)
     routes = read_routes(objects[bundle.route_table.sha256], "routes", len(bundle.routes))
     work = Work(
         kernels=tuple(options.kernel or ()),
@@ -64,14 +72,26 @@ def run(options: argparse.Namespace) -> int:
         profile=select_profile(bundle, routes, options.route),
         races=options.race,
         profiled=options.profile,
+        buffers=buffers,
         seed=options.seed,
     )
-    runs = simulate_bundle(bundle, objects, work, lambda item: report.step(_line(item)))
-    answer = [_answer(item, bundle) for item in runs]
+    runs = simulate_bundle(bundle, objects, work, lambda item: report.step(run_line(item)))
+    unpaired: Unpaired = {}
+    if sources.toolchain is None:
+        report.note("not proved that the cubins are of this PTX: the pinned ptxas is not installed")
+    else:
+        unpaired = find_unpaired(bundle, objects, work, sources.toolchain)
+    answer = [
+        _answer(
+            item,
+            bundle,
+            (item.kernel, item.arch) not in unpaired if sources.toolchain else None,
+            sources.lines(item, objects[item.ptx_sha256]) if item.profile else None,
+        )
+        for item in runs
+    ]
     print(json.dumps(answer, indent=2) if options.json else "\n".join(_text_answer(item) for item in answer))
-    problems = [_problem(item, bundle) for item in runs if not item.comparison.ok]
-    if problems:
-        raise CompileError.of([problem for error in problems for problem in error.problems])
+    raise_problems(runs, unpaired, bundle, objects, sources)
     return 0
 
 
@@ -84,24 +104,27 @@ def _text(path: Path | None) -> bytes | None:
         raise UsageError(f"cannot be read: {error.strerror}", place=str(path)) from None
 
 
-def _compiled(options: argparse.Namespace, report: Report) -> tuple[Bundle, Mapping[str, bytes]]:
+def _compiled(options: argparse.Namespace, report: Report) -> tuple[Bundle, Mapping[str, bytes], Sources]:
     """Compile, or take from the cache: both end in objects whose digests were checked."""
-    from ralbuild.pipeline import BuildRequest, compile_model
+    from ralbuild.pipeline import BuildRequest, compile_model, kernel_sources
 
     archs = tuple(options.arch) if options.arch else None
     request = BuildRequest(options.model, options.config, target="cuda", archs=archs, cache_dir=options.cache)
     compiled = compile_model(request, report)
-    return compiled.bundle, compiled.objects
+    return compiled.bundle, compiled.objects, kernel_sources(request, compiled, report)
 
 
-def _from_image(text: str) -> tuple[Bundle, Mapping[str, bytes]]:
+def _from_image(options: argparse.Namespace, report: Report) -> tuple[Bundle, Mapping[str, bytes], Sources]:
     """Read the bundle and its objects where they lie in an image's layers."""
+    from ralbuild.cache import Cache
+    from ralbuild.compile.spec import builtin_specs
     from ralbuild.contract.bundle import object_refs, read_bundle
     from ralbuild.contract.codec import FormatError
     from ralbuild.contract.places import BUNDLE_FILE, OBJECTS_DIR
     from ralbuild.image.reader import open_image
+    from ralbuild.proof import sources_of
 
-    path = Path(text.removeprefix("oci:").removeprefix("archive:"))
+    path = Path(options.image.removeprefix("oci:").removeprefix("archive:"))
     with open_image(path) as image:
         data = image.read_file(BUNDLE_FILE)
         if data is None:
@@ -111,17 +134,14 @@ def _from_image(text: str) -> tuple[Bundle, Mapping[str, bytes]]:
         except FormatError as error:
             raise ImageError(str(error), place=str(path)) from None
         found = {ref.sha256: image.read_file(f"{OBJECTS_DIR}/{ref.sha256}") for ref in object_refs(bundle)}
-    return bundle, {digest: data for digest, data in found.items() if data is not None}
+    objects = {digest: data for digest, data in found.items() if data is not None}
+    return bundle, objects, sources_of(bundle, builtin_specs(), Cache(options.cache, report))
 
 
-def _line(run: KernelRun) -> str:
-    done = run.comparison
-    state = "equal" if done.ok else "NOT equal"
-    what = f"{done.cases} cases, {done.launches} launches"
-    return f"{run.kernel} for {run.arch}: {what}, {state}, {run.seconds:.1f} s"
+def _answer(run: KernelRun, bundle: Bundle, paired: bool | None, lines: SourceLines | None) -> dict[str, Any]:
+    from ralbuild.cli.simulate_profile import profile_answer
+    from ralbuild.proof import rule_text
 
-
-def _answer(run: KernelRun, bundle: Bundle) -> dict[str, Any]:
     done = run.comparison
     counters = done.counters
     answer: dict[str, Any] = {
@@ -129,66 +149,34 @@ def _answer(run: KernelRun, bundle: Bundle) -> dict[str, Any]:
         "arch": run.arch,
         "ptx": f"sha256:{run.ptx_sha256}",
         "ok": done.ok,
+        "cubin_is_of_this_ptx": paired,
         "cases": done.cases,
         "launches": done.launches,
         "tokens": done.tokens,
         "near_ties": done.ties,
         "warp_instructions": counters.warps if counters else 0,
         "difference": str(done.difference) if done.difference else None,
-        "rules": [_rule(bundle, number) for number in done.difference.rules] if done.difference else [],
+        "rules": [rule_text(bundle, number) for number in done.difference.rules] if done.difference else [],
         "fault": str(done.fault) if done.fault else None,
         "races": [str(race) for race in done.races],
+        "printed": list(done.printed),
     }
     if run.profile:
-        answer["profile"] = {
-            "global_bytes": run.profile.global_bytes,
-            "bank_conflicts": run.profile.conflicts,
-            "lines": [
-                {
-                    "line": line,
-                    "text": text,
-                    "requests": traffic.requests,
-                    "bytes": traffic.bytes,
-                    "sectors": traffic.sectors,
-                    "least_sectors": traffic.ideal,
-                    "bank_conflicts": traffic.conflicts,
-                }
-                for line, (text, traffic) in run.profile.lines.items()
-            ],
-        }
+        answer["profile"] = profile_answer(run, lines)
     return answer
-
-
-def _rule(bundle: Bundle, number: int) -> str:
-    rule = bundle.rules[number]
-    return f"{rule.kind} {rule.text!r} ({rule.source}, {rule.place})"
 
 
 def _text_answer(answer: dict[str, Any]) -> str:
     """Return one line; more for a profile."""
+    from ralbuild.cli.simulate_profile import profile_rows
+
     word = "equal" if answer["ok"] else "FAILED"
     count, launches = answer["warp_instructions"], max(1, answer["launches"])
     line = (
         f"{answer['kernel']:<16} {answer['arch']}  {word:<6} {answer['cases']:>6} cases  "
         f"{launches:>5} launches  {count // launches:>9,} warp instructions a launch"
     )
+    rows = [f"  printed: {text.rstrip()}" for text in answer["printed"]]
     if "profile" not in answer:
-        return line
-    rows = [
-        f"  {item['line']:>5}  {item['requests']:>9,} requests  {item['bytes']:>12,} B  "
-        f"{item['sectors']:>9,} sectors (least {item['least_sectors']:,})  "
-        f"{item['bank_conflicts']:>6,} conflicts  {item['text']}"
-        for item in answer["profile"]["lines"]
-    ]
-    return "\n".join([line, *rows])
-
-
-def _problem(run: KernelRun, bundle: Bundle) -> CompileError:
-    done = run.comparison
-    where = f"{run.kernel} for {run.arch}"
-    if done.fault:
-        return CompileError(str(done.fault), place=where)
-    if done.difference:
-        rules = "; ".join(_rule(bundle, number) for number in done.difference.rules)
-        return CompileError(str(done.difference), place=where, hint=f"rules here: {rules}" if rules else "")
-    return CompileError(f"{len(done.races)} data races, first: {done.races[0]}", place=where)
+        return "\n".join([line, *rows])
+    return "\n".join([line, *rows, *profile_rows(answer["profile"])])

@@ -55,12 +55,14 @@ def run_worker(
     *,
     stop: threading.Event,
     timeout: float = TIMEOUT_SECONDS,
+    lines: bool = False,
 ) -> Compiled:
     """Compile one kernel for one architecture in a fresh, locked-in process.
 
     Args:
         stop: when set, the worker is killed and the call raises.
         timeout: seconds of wall-clock time that the worker may take.
+        lines: with line information; what ships has none.
 
     Raises:
         CompileError: with file:line of the kernel file where Triton gives one.
@@ -72,7 +74,7 @@ def run_worker(
             (private / name).mkdir()
         request = json.dumps(_request(spec, arch, toolchain, private)).encode()
         with tempfile.TemporaryFile() as printed:
-            worker = _start(_environment(private, toolchain), private, printed)
+            worker = _start(_environment(private, toolchain, lines), private, printed)
             try:
                 answer = worker.talk(request, stop, time.monotonic() + timeout)
                 return _read_answer(answer, spec, arch)
@@ -108,7 +110,7 @@ def _request(spec: KernelSpec, arch: str, toolchain: Toolchain, private: Path) -
     }
 
 
-def _environment(private: Path, toolchain: Toolchain) -> dict[str, str]:
+def _environment(private: Path, toolchain: Toolchain, lines: bool) -> dict[str, str]:
     """The whole environment: nothing of the caller's can change the result."""
     return {
         "HOME": str(private),
@@ -120,7 +122,7 @@ def _environment(private: Path, toolchain: Toolchain) -> dict[str, str]:
         "TRITON_HOME": str(private),
         "TRITON_PTXAS_PATH": str(toolchain.ptxas),
         "TRITON_PTXAS_BLACKWELL_PATH": str(toolchain.ptxas),
-        "TRITON_DISABLE_LINE_INFO": "1",
+        "TRITON_DISABLE_LINE_INFO": "0" if lines else "1",
     }
 
 

@@ -62,6 +62,7 @@ class ImageParts:
         created: the image's date, seconds since 1970.
         mtime: of every entry, the same that the weights were scanned with.
         license: of the model, as an SPDX id where there is one; may be empty.
+        simulated: how the kernels were run before; empty when they were not.
     """
 
     model: ScannedModel
@@ -73,6 +74,7 @@ class ImageParts:
     created: int
     mtime: int
     license: str = ""
+    simulated: str = ""
 
 
 def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
@@ -153,6 +155,8 @@ def image_labels(parts: ImageParts) -> dict[str, str]:
             "io.ralbuild.cuda.driver": pins.cuda.driver_floor,
             "io.ralbuild.cuda.ptx": ".".join(map(str, pins.cubin.ptx_max)),
         }
+    if parts.simulated:
+        labels["io.ralbuild.simulated"] = parts.simulated
     return labels
 
 

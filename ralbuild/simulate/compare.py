@@ -71,6 +71,8 @@ class Comparison:
 
     Attributes:
         ties: draws that differ only because two scores are too near to tell apart.
+        printed: what a user's kernel printed.
+        blocks, warps: of a launch.
     """
 
     cases: int = 0
@@ -81,6 +83,15 @@ class Comparison:
     fault: Fault | None = None
     races: tuple[Race, ...] = ()
     counters: Counters | None = None
+    printed: tuple[str, ...] = ()
+    blocks: int = 0
+    warps: int = 0
+
+    def finish(self, session: Session) -> None:
+        """Take what a session knows at its end."""
+        self.races, self.counters = session.races, session.counters
+        self.printed = tuple(session.printed)
+        self.blocks, self.warps = session.blocks, session.warps
 
     @property
     def ok(self) -> bool:
@@ -103,7 +114,7 @@ def compare_transduce(
     for first in range(0, len(cases), slots):
         if not guarded(result, partial(run.batch, cases[first : first + slots], first, result)):
             break
-    result.races, result.counters = run.session.races, run.session.counters
+    result.finish(run.session)
     return result
 
 
@@ -234,6 +245,9 @@ class _Twin:
             run.array("front")[slot, 0] |= run.tables.vocab.strips << 16
         for name in ("read_pos", "pending_pos"):
             run.array(name)[:] = 0
+        for name in ("ring", "output"):  # what is there before must not matter, and must stay
+            garbage = run.array(name)
+            garbage[...] = np.arange(garbage.size, dtype=np.uint64).reshape(garbage.shape) % 251 + 1
         events[:] = 0
         self.wanted = {name: run.array(name).copy() for name in _STATE}
 

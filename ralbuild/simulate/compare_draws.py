@@ -73,7 +73,7 @@ def compare_sample(
                 break
         if result.difference is not None:
             break
-    result.races, result.counters = session.races, session.counters
+    result.finish(session)
     return result
 
 

@@ -15,6 +15,9 @@ FaultKind = Literal[
     "inactive lane",
     "branch index",
     "trap",
+    "assertion failed",
+    "bad format",
+    "copy not waited for",
     "step limit",
 ]
 

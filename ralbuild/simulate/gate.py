@@ -15,6 +15,7 @@ from ralbuild.contract.manifest import ModelManifest
 from ralbuild.contract.transducer import read_transducer
 from ralbuild.contract.vocab import read_vocab
 from ralbuild.errors import CacheError, CompileError, UsageError
+from ralbuild.simulate.buffer_file import BufferFile
 from ralbuild.simulate.buffers import Tables, arguments, slot_buffers, table_buffers
 from ralbuild.simulate.cases import COLUMNS, random_cases, random_draws, text_case, user_buffers
 from ralbuild.simulate.compare import SLOTS, Case, Comparison, compare_transduce
@@ -44,6 +45,7 @@ class Work:
         profile: the profile of that text.
         races: watch for races.
         profiled: count memory traffic by line.
+        buffers: what the users' kernels are launched over; None for the decode loop's own buffers.
     """
 
     kernels: tuple[str, ...] = ()
@@ -53,6 +55,7 @@ class Work:
     profile: int = 0
     races: bool = False
     profiled: bool = False
+    buffers: BufferFile | None = None
     seed: int = 1
 
 
@@ -117,7 +120,7 @@ def simulate_bundle(
         CacheError: for an object that is missing or not what its digest says.
         PtxError: for PTX that is not understood.
     """
-    chosen = _choose(bundle, work)
+    chosen = chosen_objects(bundle, work)
     content = _Content(bundle, objects)
     done = []
     for kernel, item in chosen:
@@ -132,7 +135,12 @@ def simulate_bundle(
     return done
 
 
-def _choose(bundle: Bundle, work: Work) -> list[tuple[Kernel, KernelObject]]:
+def chosen_objects(bundle: Bundle, work: Work) -> list[tuple[Kernel, KernelObject]]:
+    """Return the kernels and architectures to run.
+
+    Raises:
+        UsageError: for a kernel or architecture that the bundle does not have.
+    """
     names = {kernel.name for kernel in bundle.kernels}
     archs = {item.arch for kernel in bundle.kernels for item in kernel.objects}
     if not names:
@@ -143,12 +151,17 @@ def _choose(bundle: Bundle, work: Work) -> list[tuple[Kernel, KernelObject]]:
         unknown = sorted(set(wanted) - known)
         if unknown:
             raise UsageError(f"the bundle has no {what} {unknown[0]!r}", hint=", ".join(sorted(known)))
-    return [
+    chosen = [
         (kernel, item)
         for kernel in bundle.kernels
         for item in kernel.objects
         if (not work.kernels or kernel.name in work.kernels) and (not work.archs or item.arch in work.archs)
     ]
+    if work.buffers and {kernel.user for kernel, _ in chosen} != {True}:
+        users = ", ".join(kernel.name for kernel in bundle.kernels if kernel.user)
+        hint = f"name it: --kernel {users}" if users else "this bundle has none"
+        raise UsageError("buffers are given to a user's kernel alone", place="--buffers", hint=hint)
+    return chosen
 
 
 def _run(
@@ -163,7 +176,7 @@ def _run(
     observers = [profiler] if profiler else []
     tables = content.tables
     if kernel.user:
-        return _run_user(module, kernel, tables, options, observers)
+        return _run_user(module, kernel, tables, options, observers, work.buffers)
     if kernel.name == "transduce":
         cases = _texts(content, work)
         return compare_transduce(module, kernel, tables, cases, options, min(SLOTS, len(cases)), observers)
@@ -183,20 +196,29 @@ def _texts(content: _Content, work: Work) -> list[Case]:
 
 
 def _run_user(
-    module: Module, kernel: Kernel, tables: Tables, options: Options, observers: Sequence[Profiler]
+    module: Module,
+    kernel: Kernel,
+    tables: Tables,
+    options: Options,
+    observers: Sequence[Profiler],
+    given: BufferFile | None,
 ) -> Comparison:
-    """Run a user's kernel over the decode loop's own buffers: there is nothing to compare it with."""
+    """Run a user's kernel over a file's buffers or the decode loop's own; nothing is compared."""
     buffers: dict[str, Argument] = table_buffers(tables) | slot_buffers(tables, USER_SLOTS, COLUMNS)
     buffers |= {"terms": np.zeros(3, np.int32), "term_count": 3}
     user_buffers(buffers, seed=1)
+    bound = arguments(kernel, buffers)
+    blocks, launches = USER_SLOTS, 1
+    if given is not None:
+        bound, launches = given.arguments(kernel, bound), given.launches
+        blocks = given.blocks or USER_SLOTS
     result = Comparison()
-    session = Session(
-        module, kernel.entry, (USER_SLOTS, 1, 1), arguments(kernel, buffers), options, observers
-    )
+    session = Session(module, kernel.entry, (blocks, 1, 1), bound, options, observers)
     try:
-        session.launch()
-        result.launches = 1
+        for _ in range(launches):
+            session.launch()
+            result.launches += 1
     except FaultError as error:
         result.fault = error.fault
-    result.races, result.counters = session.races, session.counters
+    result.finish(session)
     return result

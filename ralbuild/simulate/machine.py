@@ -38,6 +38,7 @@ class Bound:
         condition: predicate of the branch at its end, with whether it is negated.
         index: register of an indirect branch.
         taken, following: states that come next; -1 for the end of the thread.
+        partial: it begins with a barrier of a part of the block.
         groups, warps, lanes: how often it ran: as a group, in warps, in threads.
     """
 
@@ -49,6 +50,7 @@ class Bound:
     index: Array | None
     taken: tuple[int, ...]
     following: int
+    partial: bool = False
     groups: int = 0
     warps: int = 0
     lanes: int = 0
@@ -64,6 +66,7 @@ class Launch:
         shared: bytes of dynamic shared memory.
         poison: garbage that registers and shared memory hold at first.
         step_limit: basic blocks after which a wave is given up.
+        printed: takes what threads print.
     """
 
     grid: tuple[int, int, int]
@@ -71,6 +74,7 @@ class Launch:
     shared: int = 0
     poison: int = 0xDEAD_BEEF_DEAD_BEEF
     step_limit: int = 20_000_000
+    printed: list[str] = field(default_factory=list)
 
 
 class Machine:
@@ -102,7 +106,9 @@ class Machine:
         block_of = np.arange(self.lanes) // self.threads
         shared = BlockMemory("shared memory", SHARED_BASE, shared_size, block_of)
         local = BlockMemory("local memory", 0, local_size, np.arange(self.lanes))
-        self.services = Services(self.lanes, self.threads, memory, shared, local, list(observers))
+        self.services = Services(
+            self.lanes, self.threads, memory, shared, local, list(observers), printed=launch.printed
+        )
         self.specials = special_registers(function.block, launch.grid, wave)
         self.binder = Binder(self.lanes, {}, self.specials, symbols, self.services, launch.poison)
         self.flow: Flow = analyze(function)
@@ -116,8 +122,7 @@ class Machine:
         members = None
         if block.sync == "warp":
             members = member_mask(self.binder, block.code[0])
-        if block.sync == "block":
-            self._check_barrier(block.code[0])
+        partial = block.sync == "block" and self._is_partial(block.code[0])
         condition = index = None
         leave = block.leave
         if leave is not None:
@@ -138,6 +143,7 @@ class Machine:
             index,
             taken,
             following,
+            partial,
         )
 
     def _source(self, leave: Instruction) -> Array:
@@ -146,12 +152,19 @@ class Machine:
         except ValueError as error:
             raise refuse(leave, error) from None
 
-    def _check_barrier(self, instruction: Instruction) -> None:
+    def _is_partial(self, instruction: Instruction) -> bool:
+        """Check a barrier; tell whether it is one of a part of the block."""
         number, *count = instruction.operands
         if not isinstance(number, Immediate) or not 0 <= number.value < 16:
             raise PtxError("a barrier whose number is no constant", instruction.line, instruction.text)
-        if count and (not isinstance(count[0], Immediate) or count[0].value != self.threads):
-            raise PtxError("a barrier for a part of the block", instruction.line, instruction.text)
+        if not count:
+            return False
+        threads = count[0].value if isinstance(count[0], Immediate) else 0
+        if threads % WARP or not 0 < threads <= self.threads:
+            raise PtxError(
+                "a barrier of a number of threads that cannot be", instruction.line, instruction.text
+            )
+        return threads < self.threads or "arrive" in instruction.modifiers
 
     def _step(self, instruction: Instruction) -> Step:
         found, modifiers = find_row(instruction)
@@ -266,6 +279,7 @@ class Machine:
             array[:] = poison & ((1 << width) - 1)
         for space in (self.services.shared, self.services.local):
             space.buffer.bytes[:] = poison & 0xFF
+        self.services.copies.reset()
         for observer in self.services.observers:
             observer.emptied(self.services.shared.buffer)
         self.services.first_block = first_block
@@ -308,7 +322,7 @@ def _place(
         elif variable.size is None:
             later.append(variable)
         else:
-            (shared if variable.space == "shared" else local).add(variable)
+            (shared if variable.space == "shared" else local).add(variable)  # parameters of calls are local
     if later or dynamic:
         shared.size = -(-shared.size // 16) * 16
     for variable in later:  # all of them begin where the launch's bytes begin

@@ -26,6 +26,7 @@ class Traffic:
         bytes: asked for by threads.
         sectors: 32-byte sectors touched in global memory, counted a warp.
         ideal: sectors that as many distinct bytes need at least.
+        scattered: times that a warp touched more sectors than it needed.
         conflicts: further turns that a warp's shared access takes because lanes meet in a bank.
     """
 
@@ -33,7 +34,13 @@ class Traffic:
     bytes: int = 0
     sectors: int = 0
     ideal: int = 0
+    scattered: int = 0
     conflicts: int = 0
+
+    def add(self, other: Traffic) -> None:
+        """Add what another instruction moved."""
+        for name in ("requests", "bytes", "sectors", "ideal", "scattered", "conflicts"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +74,13 @@ class Profiler:
         traffic.requests += len(np.unique(warp))
         traffic.bytes += access.size * len(warp)
         if access.space == "global":
-            touched = np.unique(np.stack([warp, (access.buffer.base + access.offset) // SECTOR]), axis=1)
-            traffic.sectors += touched.shape[1]
-            traffic.ideal += self._ideal(access, warp)
+            sectors = _counts(warp, (access.buffer.base + access.offset) // SECTOR)
+            ideal = -(-_counts(warp, access.offset) * access.size // SECTOR)
+            traffic.sectors += int(sectors.sum())
+            traffic.ideal += int(ideal.sum())
+            traffic.scattered += int(np.count_nonzero(sectors > ideal))
         else:
             traffic.conflicts += _conflicts(access, warp)
-
-    @staticmethod
-    def _ideal(access: Access, warp: Array) -> int:
-        distinct = np.unique(np.stack([warp, access.offset]), axis=1)
-        _, counts = np.unique(distinct[0], return_counts=True)
-        return int(np.sum(-(-counts * access.size // SECTOR)))
 
     def emptied(self, buffer: Buffer) -> None:
         """Nothing is remembered of buffers; see `Observer`."""
@@ -85,12 +88,25 @@ class Profiler:
     def synchronized(self, threads: Array, *, block: bool) -> None:
         """Barriers move no bytes; see `Observer`."""
 
+    def arrived(self, threads: Array) -> None:
+        """See `synchronized`."""
+
+    def joined(self, waiting: Array, arrived: Array) -> None:
+        """See `synchronized`."""
+
     def result(self, module: Module, entry: str, launches: int) -> Profile:
         """Return the traffic of every line that had any."""
         function = module.entry(entry)
         texts = {item.line: item.text for item in function.code} if function else {}
         lines = {line: (texts.get(line, ""), self.lines[line]) for line in sorted(self.lines)}
         return Profile(launches, lines)
+
+
+def _counts(warp: Array, values: Array) -> Array:
+    """Return how many distinct values each warp has, in the order of warps."""
+    distinct = np.unique(np.stack([warp, values]), axis=1)
+    counts: Array = np.unique(distinct[0], return_counts=True)[1]
+    return counts
 
 
 def _conflicts(access: Access, warp: Array) -> int:

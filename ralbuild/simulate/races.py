@@ -15,6 +15,7 @@ import numpy as np
 
 from ralbuild.simulate.lanes import WARP, Array
 from ralbuild.simulate.memory import Buffer
+from ralbuild.simulate.order import Order
 from ralbuild.simulate.ptx.model import Instruction
 from ralbuild.simulate.services import Access
 
@@ -92,10 +93,7 @@ class RaceDetector:
     def __init__(self, threads: int, blocks: int) -> None:
         """Watch a grid of ``blocks`` blocks of ``threads`` threads."""
         self.threads = threads
-        total = threads * blocks
-        self.block_interval = (np.arange(total) // threads).astype(np.int32)
-        self.warp_interval = (np.arange(total) // WARP).astype(np.int32)
-        self._next = total
+        self.order = Order(threads, blocks)
         self._shadows: dict[Buffer, _Shadow] = {}
         self._unwritten: dict[Buffer, list[_Read]] = {}
         """Reads of buffers that nothing has written: most are tables, and never need a shadow."""
@@ -120,13 +118,16 @@ class RaceDetector:
         self._unwritten.pop(buffer, None)
 
     def synchronized(self, threads: Array, *, block: bool) -> None:
-        """Begin a new interval for these threads; see `Observer`."""
-        if block:
-            self.block_interval[threads] = self._next + threads // self.threads
-        self.warp_interval[threads] = self._next + threads // WARP
-        self._next += len(self.warp_interval)
-        if self._next > 1 << 30:
-            raise OverflowError("too many barriers for one run of the race detector")
+        """See `Observer`."""
+        self.order.synchronized(threads, block=block)
+
+    def arrived(self, threads: Array) -> None:
+        """See `Observer`."""
+        self.order.arrived(threads)
+
+    def joined(self, waiting: Array, arrived: Array) -> None:
+        """See `Observer`."""
+        self.order.joined(waiting, arrived)
 
     def access(self, access: Access) -> None:
         """Compare an access with what is known of its bytes, and remember it; see `Observer`."""
@@ -147,14 +148,15 @@ class RaceDetector:
             harmless = ~shadow.atomic[at] & (access.buffer.bytes[at] == access.values.reshape(-1))
         self._against_writer(access, shadow, at, thread, harmless)
         if access.kind == "read":
-            _note_read(access, shadow, at, thread, self.block_interval[thread], self.warp_interval[thread])
+            old = ~self._unordered_readers(shadow, at, thread)
+            _note_read(access, shadow, at, thread, self.order.block[thread], self.order.warp[thread], old)
         else:
             self._against_readers(access, shadow, at, thread)
             self._note_write(access, shadow, at, thread)
 
     def _keep(self, access: Access) -> None:
         threads = access.threads
-        read = _Read(access, self.block_interval[threads], self.warp_interval[threads])
+        read = _Read(access, self.order.block[threads], self.order.warp[threads])
         self._unwritten.setdefault(access.buffer, []).append(read)
         self._kept += len(threads)
 
@@ -163,9 +165,8 @@ class RaceDetector:
         shadow = self._shadows[buffer] = _Shadow(buffer.size)
         for access, block, warp in self._unwritten.pop(buffer, []):
             at, thread = _bytes_of(access)
-            _note_read(
-                access, shadow, at, thread, np.repeat(block, access.size), np.repeat(warp, access.size)
-            )
+            block, warp = np.repeat(block, access.size), np.repeat(warp, access.size)
+            _note_read(access, shadow, at, thread, block, warp, shadow.block_stamp[at] != block)
             self._kept -= len(access.threads)
         return shadow
 
@@ -181,8 +182,11 @@ class RaceDetector:
         kind = f"{'write'}/{'read' if access.kind == 'read' else 'write'}"
         found: tuple[tuple[Scope, Array], ...] = (
             ("between blocks", blocks),
-            ("between warps", ~blocks & warps & (shadow.writer_block[at] == self.block_interval[thread])),
-            ("within a warp", ~warps & (shadow.writer_warp[at] == self.warp_interval[thread])),
+            (
+                "between warps",
+                ~blocks & warps & self.order.unordered(shadow.writer_block[at], writer, thread),
+            ),
+            ("within a warp", ~warps & (shadow.writer_warp[at] == self.order.warp[thread])),
         )
         for scope, mask in found:
             self._report(access, scope, kind, at, thread, other & mask, writer, shadow.writer_site[at])
@@ -192,9 +196,9 @@ class RaceDetector:
         spans: tuple[tuple[Scope, Array, Array, Array, Array, int], ...] = (
             ("between blocks", shadow.high[at] != _NONE,
              shadow.low[at], shadow.high[at], block, self.threads),
-            ("between warps", shadow.block_stamp[at] == self.block_interval[thread],
+            ("between warps", self._unordered_readers(shadow, at, thread),
              shadow.block_low[at], shadow.block_high[at], warp, WARP),
-            ("within a warp", shadow.warp_stamp[at] == self.warp_interval[thread],
+            ("within a warp", shadow.warp_stamp[at] == self.order.warp[thread],
              shadow.warp_low[at], shadow.warp_high[at], thread, 1),
         )  # fmt: skip
         for scope, current, low, high, mine, unit in spans:
@@ -204,11 +208,17 @@ class RaceDetector:
                 reader = np.where(below, low, high)
                 self._report(access, scope, "read/write", at, thread, mask, reader, shadow.reader_site[at])
 
+    def _unordered_readers(self, shadow: _Shadow, at: Array, thread: Array) -> Array:
+        """Tell which bytes were read in this interval; of a part's readers, the lowest and highest count."""
+        stamp = shadow.block_stamp[at]
+        low, high = shadow.block_low[at], shadow.block_high[at]
+        return self.order.unordered(stamp, low, thread) | self.order.unordered(stamp, high, thread)
+
     def _note_write(self, access: Access, shadow: _Shadow, at: Array, thread: Array) -> None:
         shadow.writer[at] = thread
         shadow.writer_site[at] = access.instruction.index
-        shadow.writer_block[at] = self.block_interval[thread]
-        shadow.writer_warp[at] = self.warp_interval[thread]
+        shadow.writer_block[at] = self.order.block[thread]
+        shadow.writer_warp[at] = self.order.warp[thread]
         shadow.atomic[at] = access.kind == "atomic"
         last = shadow.writer[at]
         if access.values is None or not (last != thread).any():
@@ -271,11 +281,17 @@ def _bytes_of(access: Access) -> tuple[Array, Array]:
     return at, np.repeat(access.threads, access.size).astype(np.int32)
 
 
-def _note_read(access: Access, shadow: _Shadow, at: Array, thread: Array, block: Array, warp: Array) -> None:
-    """Widen the spans. Threads ascend, so of equal bytes the last one written is the highest."""
+def _note_read(
+    access: Access, shadow: _Shadow, at: Array, thread: Array, block: Array, warp: Array, old: Array
+) -> None:
+    """Widen the spans. Threads ascend, so of equal bytes the last one written is the highest.
+
+    Args:
+        old: bytes whose readers so far a barrier has ordered before this read.
+    """
     shadow.reader_site[at] = access.instruction.index
     _widen(shadow.low, shadow.high, at, thread, None)
-    _widen(shadow.block_low, shadow.block_high, at, thread, shadow.block_stamp[at] != block)
+    _widen(shadow.block_low, shadow.block_high, at, thread, old)
     _widen(shadow.warp_low, shadow.warp_high, at, thread, shadow.warp_stamp[at] != warp)
     shadow.block_stamp[at], shadow.warp_stamp[at] = block, warp
 

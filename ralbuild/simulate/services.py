@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from ralbuild.simulate.copies import Copies, Copy
 from ralbuild.simulate.faults import Fault, FaultError, FaultKind
 from ralbuild.simulate.lanes import DTYPES, Array
 from ralbuild.simulate.memory import (
@@ -58,6 +59,12 @@ class Observer(Protocol):
     def synchronized(self, threads: Array, *, block: bool) -> None:
         """Take note that threads met at a barrier: of their blocks, or of their warps."""
 
+    def arrived(self, threads: Array) -> None:
+        """Take note that threads of one block came to a barrier and went on."""
+
+    def joined(self, waiting: Array, arrived: Array) -> None:
+        """Take note that threads of one block met those that had arrived."""
+
 
 @dataclass(slots=True)
 class Services:
@@ -66,6 +73,8 @@ class Services:
     Attributes:
         threads: threads of a block.
         first_block: linear number of the block whose threads are lanes 0 and up.
+        printed: what threads printed, in the order of execution here.
+        copies: asynchronous copies on their way.
     """
 
     lanes: int
@@ -75,11 +84,14 @@ class Services:
     local: BlockMemory
     observers: list[Observer] = field(default_factory=list)
     first_block: int = 0
+    printed: list[str] = field(default_factory=list)
+    copies: Copies = field(init=False)
     numbers: Array = field(init=False)
     _parameters: dict[tuple[int, str], Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.numbers = np.arange(self.lanes)
+        self.copies = Copies(self.lanes, self.shared.buffer)
 
     def space(self, name: str) -> Space:
         """Return the space that a modifier names; empty is generic."""
@@ -109,7 +121,33 @@ class Services:
         if isinstance(found, BadAddress):
             kind: FaultKind = "misaligned" if found.misaligned else "out of bounds"
             raise self.fault(kind, found.detail, instruction, int(lanes[found.position]))
+        if self.copies.open:
+            self._expect_arrived(instruction, site, found, lanes)
         return found
+
+    def _expect_arrived(
+        self, instruction: Instruction, site: Site, pieces: list[Piece], lanes: Array
+    ) -> None:
+        for piece in pieces:
+            met = self.copies.touched(piece, site.size)
+            if met is not None:
+                active = lanes if piece.chosen is None else lanes[piece.chosen]
+                at = int(met.argmax())
+                where = int(piece.offset[at]) % self.shared.stride
+                detail = f"shared memory byte {where}: an asynchronous copy is on its way there"
+                raise self.fault("copy not waited for", detail, instruction, int(active[at]))
+
+    def tell_copy(self, copy: Copy) -> None:
+        """Report the bytes that a copy wrote, as its thread's own."""
+        for observer in self.observers:
+            order = np.argsort(copy.lanes)
+            threads = copy.lanes[order] + self.first_block * self.threads
+            observer.access(
+                Access(
+                    copy.instruction, "shared", self.shared.buffer, copy.offset[order], threads,
+                    copy.values.shape[1], "write", copy.values[order],
+                )
+            )  # fmt: skip
 
     def parameter(self, offset: int, kind: str) -> Array:
         """Return the lanes that hold a kernel parameter; `set_parameters` fills them."""

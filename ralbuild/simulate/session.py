@@ -14,6 +14,7 @@ from ralbuild.simulate.faults import PtxError
 from ralbuild.simulate.lanes import Array
 from ralbuild.simulate.machine import Launch, Machine
 from ralbuild.simulate.memory import GlobalMemory
+from ralbuild.simulate.ptx.link import write_out_calls
 from ralbuild.simulate.ptx.model import BITS, Function, Module, Parameter
 from ralbuild.simulate.races import Race, RaceDetector
 from ralbuild.simulate.services import Observer
@@ -67,6 +68,7 @@ class Session:
         function = module.entry(entry)
         if function is None:
             raise PtxError(f"there is no entry {entry!r}", 1)
+        function = write_out_calls(module, function)
         options = options or Options()
         self.memory = GlobalMemory()
         values = [
@@ -76,10 +78,12 @@ class Session:
         block = parameter_block(function, values)
         threads = int(np.prod(function.block or (32, 1, 1)))
         self.blocks = grid[0] * grid[1] * grid[2]
+        self.warps = self.blocks * threads // 32
         self.detector = RaceDetector(threads, self.blocks) if options.races else None
         watching = [*observers, *([self.detector] if self.detector else [])]
         wave = options.wave or max(1, WAVE_LANES // threads)
         launch = Launch(grid, block, options.shared, options.poison, options.step_limit)
+        self.printed = launch.printed
         self.function = function
         sizes = {min(wave, self.blocks)} | ({self.blocks % wave} if self.blocks > wave else set())
         self._machines = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ralbuild.simulate.lanes import WARP, Array, Lanes, Mask
+from ralbuild.simulate.partial import PartialBarriers, count_and_go
 from ralbuild.simulate.ptx.model import Immediate, Instruction
 from ralbuild.simulate.services import Services
 
@@ -55,6 +56,7 @@ class Waiting:
         self.live = live
         self.at_barrier: dict[int, list[tuple[Bound, Mask]]] = {}
         self.at_warp: dict[int, tuple[Bound, Mask]] = {}
+        self.partial = PartialBarriers(services, live)
 
     def arrive(self, bound: Bound, state: int, lanes: Lanes, ready: dict[int, Lanes]) -> Lanes | None:
         """Return the lanes that may go on now; the others wait."""
@@ -62,6 +64,9 @@ class Waiting:
             return self._arrive_warp(bound, state, lanes)
         number = bound.block.code[0].operands[0]
         assert isinstance(number, Immediate)
+        if bound.partial:
+            self.partial.arrive(bound, lanes, ready)
+            return None
         groups = self.at_barrier.setdefault(number.value, [])
         if lanes.full and not groups:
             self._tell(lanes.mask, block=True)
@@ -74,6 +79,7 @@ class Waiting:
         """Let go whoever waits only for threads that have ended by now; tell whether anyone did."""
         for number in list(self.at_barrier):
             self._open_barrier(number, ready)
+        self.partial.release(ready)
         for state, (bound, mask) in list(self.at_warp.items()):
             del self.at_warp[state]
             lanes = self._arrive_warp(bound, state, Lanes(mask))
@@ -85,6 +91,7 @@ class Waiting:
     def expect_nobody(self) -> None:
         """Raise a deadlock when lanes still wait and nobody can come."""
         waits = [(bound.block.code[0], mask) for bound, mask in self.at_warp.values()]
+        waits += self.partial.waits()
         waits += [
             (bound.block.code[0], mask) for groups in self.at_barrier.values() for bound, mask in groups
         ]
@@ -110,12 +117,7 @@ class Waiting:
         for bound, mask in groups:
             going = mask & free
             if going.any():
-                lanes = Lanes(going)
-                bound.groups += 1
-                bound.warps += lanes.warps
-                bound.lanes += lanes.count
-                other = ready.get(bound.following)
-                ready[bound.following] = lanes if other is None else lanes | other
+                count_and_go(bound, going, ready)
 
     def _expect_whole_warps(self, groups: list[tuple[Bound, Mask]], free: Mask) -> None:
         """``bar.sync`` is aligned: all threads of a warp must execute the same one."""

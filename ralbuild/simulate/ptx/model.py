@@ -78,7 +78,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """``{a, b, c, d}``."""
+    """``{a, b, c, d}``; of a call, ``(a, b)``."""
 
     items: tuple[Scalar, ...]
 
@@ -132,7 +132,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable of the shared, local, global or const space.
+    """A variable of the shared, local, global or const space, or a parameter of a call (``param``).
 
     Attributes:
         size: in bytes; None for an ``extern .shared`` array, whose size the launch gives.
@@ -148,9 +148,11 @@ class Variable:
 
 @dataclass(slots=True)
 class Function:
-    """An entry and its code.
+    """An entry or a device function, and its code.
 
     Attributes:
+        parameters: of an entry: the parameter block.
+        formals: of a device function: the variables that hold its results, and its parameters.
         block: threads of a block in x, y, z, if the text requires them.
         labels: label to the index of the instruction after it.
         tables: branch target lists of ``brx.idx``.
@@ -159,6 +161,7 @@ class Function:
     name: str
     line: int
     parameters: tuple[Parameter, ...] = ()
+    formals: tuple[tuple[Variable, ...], tuple[Variable, ...]] = ((), ())
     block: tuple[int, int, int] | None = None
     registers: list[Register] = field(default_factory=list)
     code: list[Instruction] = field(default_factory=list)
@@ -181,6 +184,7 @@ class Module:
     target: str
     variables: tuple[Variable, ...]
     entries: tuple[Function, ...]
+    functions: tuple[Function, ...] = ()
 
     def entry(self, name: str) -> Function | None:
         """Return the entry of this name."""

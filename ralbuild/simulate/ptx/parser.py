@@ -33,6 +33,7 @@ class _ModuleParser:
         self.target = ""
         self.variables: list[Variable] = []
         self.entries: list[Function] = []
+        self.functions: list[Function] = []
 
     def parse(self) -> Module:
         stream = self.stream
@@ -44,11 +45,15 @@ class _ModuleParser:
                 self.variables.append(parse_variable(stream, word[1:]))
             elif word == ".entry":
                 self.entries.append(self._entry())
+            elif word == ".func":
+                self._device_function()
             elif not self._directive(word):
                 raise stream.error_before(f"unknown module directive {word!r}")
         if self.version is None or not self.target:
             raise PtxError("needs .version and .target", 1)
-        return Module(self.version, self.target, tuple(self.variables), tuple(self.entries))
+        return Module(
+            self.version, self.target, tuple(self.variables), tuple(self.entries), tuple(self.functions)
+        )
 
     def _directive(self, word: str) -> bool:
         stream = self.stream
@@ -87,6 +92,34 @@ class _ModuleParser:
         StatementParser(stream, function, parse_variable).body()
         return function
 
+    def _device_function(self) -> None:
+        """Read ``.func (results) name (parameters)`` and its body; a declaration alone is left out."""
+        stream = self.stream
+        line = stream.line
+        results = self._formals() if stream.accept("(") else ()
+        name = stream.take_word()
+        given = self._formals() if stream.accept("(") else ()
+        while stream.peek() in (".noreturn", ".unique"):
+            stream.take()
+        if stream.accept(";"):
+            return
+        stream.expect("{")
+        if any(other.name == name for other in self.functions):
+            raise PtxError(f"function {name!r} is there twice", line)
+        function = Function(name, line, formals=(results, given))
+        StatementParser(stream, function, parse_variable).body()
+        self.functions.append(function)
+
+    def _formals(self) -> tuple[Variable, ...]:
+        found: list[Variable] = []
+        while not self.stream.accept(")"):
+            if found:
+                self.stream.expect(",")
+            name, word, align, count = self._declared_parameter()
+            size = BITS[word] // 8 * count
+            found.append(Variable(name, "param", align, size, bytes(size)))
+        return tuple(found)
+
     def _tuning(self, function: Function) -> None:
         """Read a performance-tuning directive; ``.reqntid`` is a requirement, the others are hints."""
         stream = self.stream
@@ -119,7 +152,15 @@ class _ModuleParser:
         return tuple(found)
 
     def _parameter(self, offset: int) -> Parameter:
-        """Read ``.param .u64 .ptr .global .align 1 name``; an alignment after ``.ptr`` is the pointee's."""
+        name, word, align, count = self._declared_parameter()
+        return Parameter(name, word, -(-offset // align) * align, BITS[word] // 8 * count)
+
+    def _declared_parameter(self) -> tuple[str, str, int, int]:
+        """Read ``.param .u64 .ptr .global .align 1 name``; an alignment after ``.ptr`` is the pointee's.
+
+        Returns:
+            Name, type, alignment in bytes, and number of elements.
+        """
         stream = self.stream
         stream.expect(".param")
         align = 0
@@ -134,13 +175,11 @@ class _ModuleParser:
             if stream.accept(".align"):
                 stream.take_power_of_two(1 << 20)
         name = stream.take_word()
-        size = BITS[word] // 8
         count = 1
         if stream.accept("["):
             count = stream.take_integer(1, 4096)
             stream.expect("]")
-        align = align or size
-        return Parameter(name, word, -(-offset // align) * align, size * count)
+        return name, word, align or BITS[word] // 8, count
 
 
 def parse_variable(stream: Stream, space: str) -> Variable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from ralbuild.simulate.faults import PtxError
 from ralbuild.simulate.ptx.model import (
@@ -72,9 +73,9 @@ class StatementParser:
         if word == ".reg":
             stream.take()
             self._declare()
-        elif word in (".shared", ".local"):
+        elif word in (".shared", ".local", ".param"):
             stream.take()
-            self.function.variables.append(self.variable(stream, word[1:]))
+            self._variable(word[1:])
         elif word == ".pragma":
             while stream.take().text != ";":
                 pass
@@ -100,6 +101,15 @@ class StatementParser:
             function.tables[name] = tuple(targets)
         else:
             function.labels[name] = len(function.code)
+
+    def _variable(self, space: str) -> None:
+        """Read a variable; each call has its own ``param0``, so inner ones get a number."""
+        found = self.variable(self.stream, space)
+        known = self.function.variables
+        if len(self.scopes) > 1 or any(found.name == other.name for other in known):
+            self.scopes[-1].variables[found.name] = f"{found.name}#{len(known)}"
+            found = replace(found, name=f"{found.name}#{len(known)}")
+        known.append(found)
 
     def _declare(self) -> None:
         """Read ``.reg .b32 %r<12>, %x;``."""
@@ -129,7 +139,7 @@ class StatementParser:
         opcode, *modifiers = stream.take_word().split(".")
         if not opcode or opcode[0] in "%$":
             raise stream.error_before("needs an instruction")
-        operands: list[Operand] = []
+        operands: list[Operand] = self._call() if opcode == "call" else []
         while not stream.accept(";"):
             if operands:
                 stream.expect(",")
@@ -138,6 +148,27 @@ class StatementParser:
         function.code.append(
             Instruction(len(function.code), line, opcode, tuple(modifiers), guard, tuple(operands), text)
         )
+
+    def _call(self) -> list[Operand]:
+        """Read ``(results), name, (arguments)``; either list may be absent."""
+        stream = self.stream
+        results = self._arguments()
+        if results.items:
+            stream.expect(",")
+        name = self._scalar()
+        given = self._arguments() if stream.peek() == "," and stream.peek(1) == "(" else Vector(())
+        return [results, name, given]
+
+    def _arguments(self) -> Vector:
+        stream = self.stream
+        stream.accept(",")
+        items: list[Scalar] = []
+        if stream.accept("("):
+            while not stream.accept(")"):
+                if items:
+                    stream.expect(",")
+                items.append(self._scalar())
+        return Vector(tuple(items))
 
     def _predicate(self) -> Register:
         register = self._register(self.stream.take_word())
@@ -206,6 +237,9 @@ class StatementParser:
             if _SPECIAL.fullmatch(token.text):
                 return Special(token.text[1:])
             raise stream.error_before(f"unknown register {token.text}")
+        for scope in reversed(self.scopes):
+            if token.text in scope.variables:
+                return Symbol(scope.variables[token.text])
         return Symbol(token.text)
 
     def _number(self, text: str, *, negative: bool) -> Immediate | FloatBits:
@@ -227,6 +261,7 @@ class _Scope:
         self.families: dict[str, tuple[int, int]] = {}
         self.widths: dict[str, int] = {}
         self.made: dict[str, Register] = {}
+        self.variables: dict[str, str] = {}
 
     def find(self, name: str, registers: list[Register]) -> Register | None:
         """Return the register of this name, adding it to ``registers`` at first use."""

@@ -30,7 +30,7 @@ _WORDS = {
 _MAX_BYTES = 16
 
 
-class _Reach:
+class Reach:
     """Addresses of one instruction and where they lie."""
 
     def __init__(self, b: Binder, i: Instruction, operand: int, space: str, size: int) -> None:
@@ -44,15 +44,15 @@ class _Reach:
         self.space = b.services.space(space)
         self.site = Site(size)
 
-    def pieces(self, lanes: Array | None) -> tuple[list[Piece], Array]:
-        """Return where the lanes (None: all) go, and the lanes."""
+    def pieces(self, lanes: Array | None, ahead: int = 0) -> tuple[list[Piece], Array]:
+        """Return where the lanes (None: all) go, ``ahead`` bytes further on, and the lanes."""
         services = self.services
         base = self.base
         if lanes is None:
             lanes = services.numbers
         else:
             base = base[lanes]
-        address = np.add(base, self.offset, dtype=np.uint64)
+        address = np.add(base, self.offset + np.uint64(ahead), dtype=np.uint64)
         return services.locate(self.instruction, self.space, self.site, address, lanes), lanes
 
     def tell(self, piece: Piece, lanes: Array, kind: AccessKind, values: Array | None = None) -> None:
@@ -69,7 +69,9 @@ class _Reach:
             observer.access(access)
 
 
-def _masked(run: Callable[[Array | None], None]) -> Step:
+def masked(run: Callable[[Array | None], None]) -> Step:
+    """Return a step that runs over the lanes that take part, if any; None stands for all."""
+
     def part(lanes: Lanes) -> None:
         if lanes.count:
             run(lanes.index)
@@ -99,7 +101,7 @@ def _load(b: Binder, i: Instruction, m: Mods) -> Step:
     _check_count(i, len(items), m, 2)
     dtype = np.dtype(DTYPES[kind])
     targets = [None if isinstance(item, Sink) else b.target(item, kind, wide=True) for item in items]
-    reach = _Reach(b, i, 1, m["space"], dtype.itemsize * len(items))
+    reach = Reach(b, i, 1, m["space"], dtype.itemsize * len(items))
     count, size = len(items), dtype.itemsize * len(items)
 
     def run(lanes: Array | None) -> None:
@@ -115,7 +117,7 @@ def _load(b: Binder, i: Instruction, m: Mods) -> Step:
                 else:
                     target[active if piece.chosen is None else active[piece.chosen]] = rows[:, k]
 
-    return _masked(run)
+    return masked(run)
 
 
 @row("st{.sem}{.scope}{.space}{.cop}{.evict}{.hint}{.vec}.type", f"{_SECTION}: st", "2 3", **_WORDS)
@@ -128,7 +130,7 @@ def _store(b: Binder, i: Instruction, m: Mods) -> Step:
     sources = [b.source(item, f"u{BITS[kind]}" if kind[0] != "f" else kind, low=True) for item in items]
     dtype = sources[0].dtype
     size = dtype.itemsize * len(items)
-    reach = _Reach(b, i, 0, m["space"], size)
+    reach = Reach(b, i, 0, m["space"], size)
 
     def run(lanes: Array | None) -> None:
         pieces, active = reach.pieces(lanes)
@@ -138,7 +140,7 @@ def _store(b: Binder, i: Instruction, m: Mods) -> Step:
             reach.tell(piece, active, "write", values.view(np.uint8))
             piece.buffer.view(dtype, len(items))[piece.offset // size] = values
 
-    return _masked(run)
+    return masked(run)
 
 
 def _check_count(i: Instruction, count: int, m: Mods, plain: int) -> None:
@@ -204,7 +206,7 @@ def _atomically(b: Binder, i: Instruction, m: Mods, at: int) -> Step:
     if len(values) != 1 + (name == "cas"):
         raise ValueError("another number of operands")
     target = b.target(i.operands[0], kind) if at else None
-    reach = _Reach(b, i, at, m["space"], BITS[kind] // 8)
+    reach = Reach(b, i, at, m["space"], BITS[kind] // 8)
     combine = _combination(kind, name)
 
     def run(lanes: Array | None) -> None:
@@ -219,7 +221,7 @@ def _atomically(b: Binder, i: Instruction, m: Mods, at: int) -> Step:
                 if target is not None:
                     target[lane] = old[0]
 
-    return _masked(run)
+    return masked(run)
 
 
 def _combination(kind: str, name: str) -> Callable[..., Array]:

@@ -192,6 +192,7 @@ def member_mask(b: Binder, i: Instruction) -> Array | None:
 @row("brx.idx{.uni}", f"{_CONTROL}: brx.idx", "2")
 @row("ret{.uni} exit", f"{_CONTROL}: ret, exit", "0")
 @row("bar{.cta}.sync barrier{.cta}.sync{.aligned}", f"{_SECTION}: bar, barrier", "1 2")
+@row("bar{.cta}.arrive barrier{.cta}.arrive{.aligned}", f"{_SECTION}: bar, barrier", "2")
 @row("bar.warp.sync", f"{_SECTION}: bar.warp.sync", "1")
 def _control(b: Binder, i: Instruction, m: Mods) -> Step:  # noqa: ARG001
     """The machine itself does these."""
@@ -200,6 +201,7 @@ def _control(b: Binder, i: Instruction, m: Mods) -> Step:  # noqa: ARG001
 
 @row("membar.level", f"{_SECTION}: membar", "0", level="cta gl sys")
 @row("fence{.sem}.scope", f"{_SECTION}: fence", "0", sem="sc acq_rel acquire release")
+@row("fence.proxy.async{.space}", f"{_SECTION}: fence", "0", space="global shared::cta shared::cluster")
 @row("prefetch{.space}.level prefetchu.level", "Data Movement and Conversion Instructions: prefetch", "1",
      level="L1 L2", space="global local")  # fmt: skip
 @row("griddepcontrol.action", f"{_SECTION}: griddepcontrol", "0", action="wait launch_dependents")

@@ -1,0 +1,14 @@
+"""A small, fixed share of the mutants of `simulate_mutants.py`: what is damaged is noticed."""
+
+from __future__ import annotations
+
+import pytest
+import simulate_mutants
+
+
+@pytest.mark.parametrize(("name", "count"), [("transduce", 16), ("sample", 10)])
+def test_small_damage_to_a_built_in_kernel_is_noticed(name: str, count: int) -> None:
+    survivors: list[str] = []
+    tally = simulate_mutants.run_mutants(name, count, 2, survivors.append)
+    assert tally.total >= count - 3, "most mutants are not equivalent"
+    assert not tally.survivors, survivors
