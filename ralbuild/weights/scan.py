@@ -220,7 +220,7 @@ class _Check:
         if adapter or (packed and plan is None):
             return
         if plan is None:
-            dialect.check_dtypes(config, self.tensors.values(), self.findings)
+            dialect.check_dtypes(config, self.family, self.tensors.values(), self.findings)
         if self.family is not None:
             self.promise = architecture.read_promise(self.family, config, self.findings)
         if self.promise is not None and plan is not None:
