@@ -159,10 +159,16 @@ def compare(promise: Promise, tensors: Mapping[str, Tensor], *, whole: bool, fin
     if whole:
         missing = _check_layers(promise, missing, present, findings)
         for name in missing:
-            findings.add("W308", "missing", tensor=name, needed=list(promise.shapes[name]))
+            needed = list(promise.shapes[name])
+            findings.add("W308", f"missing; the config needs shape {needed}", tensor=name, needed=needed)
     extra = _check_extra_layers(promise, extra, findings)
     for name in extra:
-        findings.add("W309", "the config does not explain it", tensor=name, found=list(present[name].shape))
+        findings.add(
+            "W309",
+            f"the config does not explain it: shape {list(present[name].shape)}",
+            tensor=name,
+            found=list(present[name].shape),
+        )
     _check_shapes(promise, present, findings)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from ralbuild.weights.safetensors import Header
 from ralbuild.weights.values import ValueScan, judge, read_verdict
 
 Progress = Callable[[int, int], None]
+WAKE_SECONDS = 0.5
+"""An interrupt that comes as the main thread falls asleep is seen when it wakes, so it must not sleep for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,10 @@ class Reading:
         """Read every file; findings are recorded in the order of the names, whichever ends first."""
         with ThreadPoolExecutor(max(1, jobs)) as pool:
             try:
-                results = list(pool.map(self._read, self._files))
+                futures = [pool.submit(self._read, name) for name in self._files]
+                while wait(futures, WAKE_SECONDS).not_done:
+                    pass
+                results = [future.result() for future in futures]
             except BaseException:
                 self._stop.set()
                 raise

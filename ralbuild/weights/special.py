@@ -65,8 +65,6 @@ def check_special(
         findings.add("W507", what, file=NAME, found=size, needed=rows)
     elif size < rows:
         findings.add("W517", f"knows {size} ids, the embedding has {rows} rows", file=NAME, found=size)
-    if TOKENIZER not in configs:
-        findings.add("W521", "missing", file=TOKENIZER)
     _check_types(configs, findings)
     _check_texts(configs, vocabulary, findings)
     _check_added(configs.get(TOKENIZER, {}), vocabulary, findings)

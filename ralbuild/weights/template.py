@@ -60,7 +60,8 @@ def find_template(
     if inline is None:
         unusable = f"chat_template in {TOKENIZER} is neither text nor a list with one named default"
         is_there = configs.get(TOKENIZER, {}).get("chat_template") is not None
-        findings.add("W601", unusable if is_there else f"neither {FILE} nor chat_template in {TOKENIZER}")
+        what = unusable if is_there else f"neither {FILE} nor chat_template in {TOKENIZER}"
+        findings.add("W601", what, file=TOKENIZER if is_there else FILE)
         return None
     return Template(inline, TOKENIZER)
 
