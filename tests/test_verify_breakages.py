@@ -247,6 +247,8 @@ ALTERED: list[tuple[str, str | None, Change]] = [
     ("infinity", "W402", poke(EMBEDDING, 40, struct.pack("<f", float("-inf")))),
     ("an all-zero matrix", "W404", tensors(lambda t: t.update({DOWN: ("F32", t[DOWN][1], bytes(len(t[DOWN][2])))}))),
     ("an all minus zero matrix", "W404", tensors(lambda t: t.update({DOWN: ("F32", t[DOWN][1], b"\0\0\0\x80" * (len(t[DOWN][2]) // 4))}))),
+    ("an all-zero matrix of both signs", "W404", swap(DOWN, "F32", [HIDDEN, 2 * HIDDEN], (bytes(4) + b"\0\0\0\x80") * (HIDDEN * HIDDEN))),
+    ("an all-zero matrix of eight-bit floats with one zero", "W404", swap(DOWN, "F8_E4M3FNUZ", [HIDDEN, 2 * HIDDEN], bytes(2 * HIDDEN * HIDDEN))),
     ("a constant matrix", "W405", tensors(lambda t: t.update({DOWN: ("F32", t[DOWN][1], b"\0\0\x80\x3f" * (len(t[DOWN][2]) // 4))}))),
     ("an all-zero norm", "W404", tensors(lambda t: t.update({"model.norm.weight": ("F32", [HIDDEN], bytes(4 * HIDDEN))}))),
     ("one flipped exponent bit", "W403", lambda f: edit_tensors(f / ONE, lambda t: t.update({DOWN: ("F32", t[DOWN][1], t[DOWN][2][:3] + bytes([t[DOWN][2][3] | 0x40]) + t[DOWN][2][4:])}))),

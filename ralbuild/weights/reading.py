@@ -18,7 +18,7 @@ from ralbuild.weights.values import ValueScan, judge, read_verdict
 
 Progress = Callable[[int, int], None]
 WAKE_SECONDS = 0.5
-"""An interrupt that comes as the main thread falls asleep is seen when it wakes, so it must not sleep for long."""
+"""An interrupt that comes just as the main thread falls asleep is seen when it wakes: soon, then."""
 
 
 @dataclass(frozen=True, slots=True)
