@@ -111,6 +111,17 @@ def test_a_file_that_is_no_canary_is_refused(text: str, tmp_path: Path) -> None:
         read_canary(tmp_path / "c.json")
 
 
+@pytest.mark.parametrize("file", [".", "/", "no/such/folder/c.json", "a-file/c.json"])
+def test_a_place_that_cannot_hold_the_file_is_known_before_the_model_runs(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").write_text("")
+    monkeypatch.setattr("ralbuild.weights.canary.record", lambda folder: pytest.fail("the model was run"))
+    with pytest.raises(HostError):
+        write_canary(tmp_path, Path(file))
+
+
 def test_a_missing_extra_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = tmp_path / "model_worker.py"
     worker.write_text("import transformers_is_not_here\n")

@@ -21,7 +21,11 @@ from cli_support import MINIMAL, NO_KERNELS, write_fake_base
 from model_factory import edit_json, edit_tensors, read_tensors, write_model
 
 from ralbuild.cli.main import main
+from ralbuild.digests import DigestCache
+from ralbuild.weights import output
+from ralbuild.weights.findings import Findings
 from ralbuild.weights.rules import FAMILIES, RULES, reference
+from ralbuild.weights.scan import verify_folder
 
 pytestmark = pytest.mark.usefixtures("one_worker_a_request")
 
@@ -135,8 +139,47 @@ def test_sarif_and_github_name_the_rule_and_the_file(model: Path, capsys: pytest
     assert head["locations"][0]["logicalLocations"][0]["name"] == "lm_head.weight"
     code, out, _ = run(capsys, "--model", model, "--format", "github")
     assert code == 3
-    assert re.search(r"^::error title=W314 no-head::lm_head.weight", out, re.MULTILINE)
+    assert re.search(r"^::error file=model.safetensors,title=W314 no-head::lm_head.weight", out, re.MULTILINE)
     assert re.search(r"^::warning file=config.json,title=W321 odd-epsilon::", out, re.MULTILINE)
+
+
+def test_every_result_of_sarif_has_a_file_or_the_folder(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", shards=2)
+    (tmp_path / "model" / "config.json").unlink()
+    findings = Findings()
+    findings.add("W226", "too many")
+    for item in (
+        *verify_folder(tmp_path / "model", DigestCache(None), 0, lambda *_: None).findings,
+        *findings.sorted(),
+    ):
+        log = json.loads(output.as_sarif([item]))
+        place = log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+        assert place == (item.file or ".")
+
+
+def test_a_finding_about_a_tensor_names_the_shard_that_holds_it(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", shards=2)
+    edit_json(folder / "config.json", lambda c: c.update(intermediate_size=8, num_hidden_layers=1))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    found = verify_folder(folder, DigestCache(None), 0, lambda *_: None).findings
+    named = {(item.tensor, item.file) for item in found if item.rule.id == "W310"}
+    assert named
+    assert named <= set(index.items())
+
+
+@pytest.mark.parametrize("form", ["text", "json", "sarif", "github"])
+def test_output_of_any_encoding_holds_every_name(form: str, model: Path) -> None:
+    edit_json(model / "config.json", lambda c: c.update(hidden_act="☃"))
+    command = [sys.executable, "-m", "ralbuild.cli.main", "verify", "--model", str(model), "--format", form]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "☃" in (done.stdout.decode("unicode_escape"))
+
+
+def test_every_finding_above_a_note_says_what_to_do() -> None:
+    assert [rule.id for rule in RULES.values() if not rule.hint and rule.severity != "info"] == []
 
 
 def test_names_from_the_file_cannot_write_to_the_terminal_or_the_log(

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import tempfile
 import tracemalloc
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from model_factory import edit_json, write_model
 from ralbuild.cli.main import main
 from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.digests import DigestCache
+from ralbuild.errors import HostError
 from ralbuild.weights import child, files, members, tokenizer
 from ralbuild.weights.files import read_json
 from ralbuild.weights.findings import Findings
@@ -145,6 +147,14 @@ def test_a_file_that_may_not_be_read_is_a_finding(capsys: pytest.CaptureFixture[
     finally:
         os.seteuid(user)
         shutil.rmtree(folder)
+
+
+def test_a_machine_that_starts_no_process_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-such-python"))
+    with pytest.raises(HostError, match="cannot be started"):
+        child.run_limited("tokenizer_worker.py", b"[]\n{}", 1, 1 << 30)
 
 
 def test_a_shard_that_goes_away_while_another_is_read_is_a_finding(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     verdict = check_model(options.model, chosen_report(options), checks, fail_fast=options.fail_fast)
     if loaded is not None and verdict.model is not None:
         check_config(options.config, verdict.model)
-    if options.canary and verdict.model is not None:
+    if options.canary:
         verdict = _with_canary(verdict, options.canary[0], Path(options.canary[1]), options.model, checks)
     passed = verdict.passed(strict=checks.strict)
     _print(options, verdict, passed=passed)
@@ -66,11 +66,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _with_canary(verdict: Verdict, action: str, file: Path, model: Path, checks: Checks) -> Verdict:
-    """Write or check the canary of a folder that has no error; return the verdict with what was found."""
+    """Write or check the canary of a folder that has no error; return the verdict with what was found.
+
+    Raises:
+        WeightsError: when errors are ignored that leave no model to run.
+    """
     from ralbuild.weights import canary
     from ralbuild.weights.files import open_folder
     from ralbuild.weights.findings import Findings, ordered
 
+    if verdict.model is None:
+        if verdict.failed:
+            return verdict
+        raise WeightsError("no canary: the errors that are ignored leave no model to run", place=str(model))
     findings = Findings(checks.ignored)
     root = open_folder(model, findings).root
     if action == "write":

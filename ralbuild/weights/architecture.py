@@ -10,7 +10,7 @@ from typing import Any
 
 from ralbuild.weights.families import Family, evaluate
 from ralbuild.weights.findings import Findings
-from ralbuild.weights.safetensors import Tensor
+from ralbuild.weights.safetensors import MAX_DIM, Tensor
 
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000
@@ -89,8 +89,8 @@ def _sizes(family: Family, config: Mapping[str, Any], findings: Findings) -> dic
             elif letter in used and letter not in "KDI":
                 findings.add("W306", f"lacks {key}", file="config.json", needed=key)
                 good = False
-        elif type(value) is not int or value < 1:
-            what = f"{key} must be a positive number, found {str(value)[:40]}"
+        elif type(value) is not int or not 1 <= value <= MAX_DIM:
+            what = f"{key} must be a positive number below 2**48, found {str(value)[:40]}"
             findings.add("W306", what, file="config.json", found=str(value)[:40])
             good = False
         else:
@@ -159,10 +159,16 @@ def compare(promise: Promise, tensors: Mapping[str, Tensor], *, whole: bool, fin
     if whole:
         missing = _check_layers(promise, missing, present, findings)
         for name in missing:
-            findings.add("W308", "missing", tensor=name, needed=list(promise.shapes[name]))
+            needed = list(promise.shapes[name])
+            findings.add("W308", f"missing; the config needs shape {needed}", tensor=name, needed=needed)
     extra = _check_extra_layers(promise, extra, findings)
     for name in extra:
-        findings.add("W309", "the config does not explain it", tensor=name, found=list(present[name].shape))
+        findings.add(
+            "W309",
+            f"the config does not explain it: shape {list(present[name].shape)}",
+            tensor=name,
+            found=list(present[name].shape),
+        )
     _check_shapes(promise, present, findings)
 
 
@@ -194,8 +200,8 @@ def _check_layers(
     promise: Promise, missing: list[str], present: Mapping[str, Tensor], findings: Findings
 ) -> list[str]:
     """Report layers that are missing as a whole; return the other names."""
-    start, end = promise.family.layers.split("{n}")
-    there = {int(match[1]) for name in present if (match := re.match(f"{start}(\\d+){end}", name))}
+    number_of = _layer_pattern(promise.family)
+    there = {int(match[1]) for name in present if (match := number_of.match(name))}
     absent = [number for number in range(promise.sizes["L"]) if number not in there]
     if absent and there:
         what = f"the config counts {promise.sizes['L']} layers; missing: {_ranges(absent)}"
@@ -204,12 +210,18 @@ def _check_layers(
     return [name for name in missing if not name.startswith(prefixes or ("\0",))]
 
 
+def _layer_pattern(family: Family) -> re.Pattern[str]:
+    """Return what finds the number of a layer in a tensor's name; a longer number is no layer's."""
+    start, end = map(re.escape, family.layers.split("{n}"))
+    return re.compile(f"{start}([0-9]{{1,9}}){end}")
+
+
 def _check_extra_layers(promise: Promise, extra: list[str], findings: Findings) -> list[str]:
-    start, end = promise.family.layers.split("{n}")
+    number_of = _layer_pattern(promise.family)
     beyond: set[int] = set()
     rest: list[str] = []
     for name in extra:
-        match = re.match(f"{start}(\\d{{1,9}}){end}", name)
+        match = number_of.match(name)
         if match and int(match[1]) >= promise.sizes["L"]:
             beyond.add(int(match[1]))
         else:
@@ -221,7 +233,15 @@ def _check_extra_layers(promise: Promise, extra: list[str], findings: Findings) 
 
 
 def _ranges(numbers: list[int]) -> str:
-    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}..{numbers[-1]} ({len(numbers)})"
+    """Return ascending numbers as ``2..5, 8 (5)``; the first six runs, and how many numbers there are."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ", ".join(f"{first}" if first == last else f"{first}..{last}" for first, last in runs[:6])
+    return f"{text}{', ...' if len(runs) > 6 else ''}" + (f" ({len(numbers)})" if len(numbers) > 1 else "")
 
 
 def _check_shapes(promise: Promise, present: Mapping[str, Tensor], findings: Findings) -> None:

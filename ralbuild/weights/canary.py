@@ -7,6 +7,7 @@ processor may round it the other way, so each is recorded with its margin.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,15 @@ def record(folder: Path) -> Canary:
 
 
 def write_canary(folder: Path, file: Path) -> Canary:
-    """Record a canary and write it to ``file``, whole or not at all."""
+    """Record a canary and write it to ``file``, whole or not at all.
+
+    Raises:
+        HostError: as `record`, or when ``file`` cannot be written; a wrong place is known before a run.
+        WeightsError: as `record`.
+    """
+    if file.is_dir() or not file.parent.is_dir():
+        what = "is a folder" if file.is_dir() else "cannot be written: no such folder"
+        raise HostError(what, place=str(file), hint="name a file in a folder that is there")
     canary = record(folder)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -76,7 +85,8 @@ def write_canary(folder: Path, file: Path) -> Canary:
     except OSError as error:
         raise HostError(f"cannot be written: {error.strerror}", place=str(file)) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
     return canary
 
 

@@ -26,6 +26,9 @@ def run_limited(program: str, request: bytes, cpu_seconds: int, memory_bytes: in
 
     Returns:
         The JSON object that it printed, or None when a limit ended it or it died.
+
+    Raises:
+        HostError: when this machine starts no process.
     """
     here = Path(__file__).parent
     limits = [str(here / "limited_worker.py"), str(cpu_seconds), str(memory_bytes)]
@@ -44,6 +47,8 @@ def run_limited(program: str, request: bytes, cpu_seconds: int, memory_bytes: in
         answer = json.loads(done.stdout) if done.returncode == 0 else None
     except (subprocess.TimeoutExpired, ValueError):
         return None
+    except OSError as error:
+        raise HostError(f"cannot be started: {error.strerror}", place=sys.executable) from None
     return answer if isinstance(answer, dict) else None
 
 

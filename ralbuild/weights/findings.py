@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,12 +63,17 @@ class FoundError(WeightsError):
 
 
 class Findings:
-    """Collects what the checks of one run find; those of the rules in ``ignored`` do not count."""
+    """Collects what the checks of one run find; those of the rules in ``ignored`` do not count.
+
+    Attributes:
+        holder: returns the file that holds a tensor, or should; asked when a finding names only the tensor.
+    """
 
     def __init__(self, ignored: frozenset[str] = frozenset()) -> None:
         self._ignored = ignored
         self._all: list[Finding] = []
         self._counts: dict[tuple[str, str], int] = {}
+        self.holder: Callable[[str], str] = lambda tensor: ""  # noqa: ARG005  # nothing is known of files yet
 
     def add(
         self,
@@ -89,7 +94,7 @@ class Findings:
             finding = Finding(
                 rule,
                 printable(message),
-                printable(file),
+                printable(file or (self.holder(tensor) if tensor else "")),
                 printable(tensor),
                 printable(str(found)),
                 printable(str(needed)),

@@ -32,7 +32,8 @@ def find_layout(folder: Folder, findings: Findings) -> Layout:
     """Find the layout in use: one file, or the shards that the index names."""
     files = folder.files
     if INDEX in files and SINGLE in files:
-        findings.add("W206", f"both {SINGLE} and {INDEX} are there; loaders disagree on which one counts")
+        what = f"both {SINGLE} and {INDEX} are there; loaders disagree on which one counts"
+        findings.add("W206", what, file=SINGLE)
     if INDEX in files:
         data = read_small(files[INDEX], INDEX, findings)
         index = read_json(data, INDEX, findings) if data is not None else None
@@ -58,7 +59,8 @@ def _report_nothing(files: dict[str, Any], findings: Findings) -> None:
     shards = [name for name in others if _SHARD.match(name)]
     found = f"found {', '.join(others[:6])}" if others else "found no weights"
     hint = f"download {INDEX}" if shards else "" if others else "is this the right folder?"
-    findings.add("W205", f"needs {SINGLE} or shards with {INDEX}; {found}", found=found, hint=hint)
+    what = f"needs {SINGLE} or shards with {INDEX}; {found}"
+    findings.add("W205", what, file=SINGLE, found=found, needed=f"{SINGLE} or {INDEX}", hint=hint)
 
 
 def _weight_map(index: dict[str, Any], findings: Findings) -> dict[str, str]:
@@ -89,7 +91,9 @@ def _check_numbers(layout: Layout, files: dict[str, Any], findings: Findings) ->
         if wrong and not findings.has("W207"):
             numbers_text = ", ".join(map(str, wrong[:6]))
             findings.add(
-                "W215", f"{prefix} counts {count} shards; the index and the names differ in {numbers_text}"
+                "W215",
+                f"{prefix} counts {count} shards; the index and the names differ in {numbers_text}",
+                file=INDEX,
             )
     if len(series) > 1:
         findings.add("W215", f"the index mixes {len(series)} series of shards", file=INDEX)

@@ -68,7 +68,7 @@ def as_json(verdict: Verdict, *, passed: bool) -> str:
         "root_sha256": model.manifest.root_sha256 if model is not None else None,
         "left_out": [printable(name) for name in model.left_out] if model is not None else [],
     }
-    return json.dumps(answer, indent=2, ensure_ascii=False)
+    return json.dumps(answer, indent=2)  # ASCII: a pipe may have any encoding
 
 
 def _plain(item: Finding) -> dict[str, str]:
@@ -107,21 +107,18 @@ def as_sarif(findings: Sequence[Finding]) -> str:
             "level": _SARIF_LEVEL[item.severity],
             "message": {"text": text},
         }
-        location: dict[str, Any] = {}
-        if item.file:
-            location["physicalLocation"] = {"artifactLocation": {"uri": _uri(item.file)}}
+        # GitHub refuses a result without a file: one about the whole folder has the folder.
+        location: dict[str, Any] = {"physicalLocation": {"artifactLocation": {"uri": _uri(item.file or ".")}}}
         if item.tensor:
             location["logicalLocations"] = [{"name": item.tensor, "kind": "member"}]
-        if location:
-            result["locations"] = [location]
-        results.append(result)
+        results.append(result | {"locations": [location]})
     driver = {"name": "ralbuild", "semanticVersion": __version__, "rules": rules}
     log = {
         "$schema": _SCHEMA,
         "version": "2.1.0",
         "runs": [{"tool": {"driver": driver}, "results": results, "columnKind": "unicodeCodePoints"}],
     }
-    return json.dumps(log, indent=2, ensure_ascii=False)
+    return json.dumps(log, indent=2)
 
 
 def _uri(name: str) -> str:

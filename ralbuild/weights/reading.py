@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from ralbuild.weights.safetensors import Header
 from ralbuild.weights.values import ValueScan, judge, read_verdict
 
 Progress = Callable[[int, int], None]
+WAKE_SECONDS = 0.5
+"""An interrupt that comes just as the main thread falls asleep is seen when it wakes: soon, then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,10 @@ class Reading:
             try:
                 names = tuple(self._files)
                 layers = [names[part.start : part.stop] for part in bundles(len(names))]
-                results = [item for layer in pool.map(self._read, layers) for item in layer]
+                futures = [pool.submit(self._read, layer) for layer in layers]
+                while wait(futures, WAKE_SECONDS).not_done:
+                    pass
+                results = [item for future in futures for item in future.result()]
             except BaseException:
                 self._stop.set()
                 raise

@@ -267,7 +267,7 @@ def _check_use(tensor: Tensor, start: int, name: str, findings: Findings) -> Non
             tensor=tensor.name,
         )
     odd_f4 = tensor.dtype == "F4" and tensor.shape and tensor.shape[-1] % 2
-    if tensor.dtype.startswith("F6") or odd_f4:
+    if tensor.dtype.startswith("F6_") or odd_f4:
         findings.add("W126", f"no loader takes {tensor.dtype} of this shape", file=name, tensor=tensor.name)
 
 

@@ -157,10 +157,11 @@ class _Check:
         files = self.folder.files
         tokenizer_hint = "" if "tokenizer.json" in files else _slow_tokenizer(files)
         if "config.json" not in files:
-            self.findings.add("W203", "the model folder lacks config.json")
+            self.findings.add("W203", "the model folder lacks it", file="config.json")
         if "tokenizer.json" not in files:
-            what = f"the model folder lacks tokenizer.json{tokenizer_hint}"
-            self.findings.add("W204", what)
+            self.findings.add("W204", f"the model folder lacks it{tokenizer_hint}", file="tokenizer.json")
+        if "tokenizer_config.json" not in files:
+            self.findings.add("W521", "the model folder lacks it", file="tokenizer_config.json")
         for name in SHIPPED_FILES:
             if name not in files:
                 continue
@@ -186,10 +187,18 @@ class _Check:
                 self.findings.add("W127", "too many tensors in all", needed=f"at most {MOST_TENSORS:,}")
                 break
             self.headers[name] = header
+        self.findings.holder = self._holder
         layout.compare_index(self.layout, self.headers, self.findings)
         for header in self.headers.values():
             for tensor in header.tensors:
                 self.tensors.setdefault(tensor.name, tensor)
+
+    def _holder(self, tensor: str) -> str:
+        """Return the file that holds a tensor; for a missing one, the file that says what there should be."""
+        for name, header in self.headers.items():
+            if any(item.name == tensor for item in header.tensors):
+                return name
+        return layout.INDEX if self.layout.weight_map else layout.SINGLE if self.headers else ""
 
     @property
     def whole(self) -> bool:
@@ -220,7 +229,7 @@ class _Check:
         if adapter or (packed and plan is None):
             return
         if plan is None:
-            dialect.check_dtypes(config, self.tensors.values(), self.findings)
+            dialect.check_dtypes(config, self.family, self.tensors.values(), self.findings)
         if self.family is not None:
             self.promise = architecture.read_promise(self.family, config, self.findings)
         if self.promise is not None and plan is not None:

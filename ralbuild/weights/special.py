@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ralbuild.weights.findings import Findings
@@ -23,6 +23,18 @@ def token_texts(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str
             if isinstance(text, str) and name not in out:
                 out[name] = (text, file)
     return out
+
+
+def _more_texts(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """Yield key, text and file of the special tokens that have no name of their own."""
+    for file in (TOKENIZER, SPECIAL_MAP):
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            value = configs.get(file, {}).get(key)
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            for item in items:
+                text = item.get("content") if isinstance(item, dict) else item
+                if isinstance(text, str):
+                    yield key, text, file
 
 
 def ids_of(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
@@ -53,9 +65,9 @@ def check_special(
         findings.add("W507", what, file=NAME, found=size, needed=rows)
     elif size < rows:
         findings.add("W517", f"knows {size} ids, the embedding has {rows} rows", file=NAME, found=size)
-    if TOKENIZER not in configs:
-        findings.add("W521", "missing", file=TOKENIZER)
+    _check_types(configs, findings)
     _check_texts(configs, vocabulary, findings)
+    _check_added(configs.get(TOKENIZER, {}), vocabulary, findings)
     _check_ends(configs, vocabulary, findings)
     for file in (CONFIG, GENERATION):
         for key in ("bos_token_id", "pad_token_id"):
@@ -66,9 +78,49 @@ def check_special(
                     findings.add("W520", what, file=file, found=number)
 
 
+def _check_types(configs: Mapping[str, Mapping[str, Any]], findings: Findings) -> None:
+    """Report ids that are no numbers and tokens that are no text: loaders fail on them, or ignore them."""
+    for file in (CONFIG, GENERATION):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = configs.get(file, {}).get(key)
+            if value is not None and len(ids_of({key: value}, key)) != _length(value):
+                what = f"{key} must be an id or a list of ids, found {str(value)[:40]!r}"
+                findings.add("W325", what, file=file, found=str(value)[:40], needed="an id or a list of ids")
+    for file in (TOKENIZER, SPECIAL_MAP):
+        for name in TOKEN_NAMES:
+            value = configs.get(file, {}).get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if value is not None and not isinstance(text, str):
+                what = f"{name} must be text, or an object with content, found {str(value)[:40]!r}"
+                findings.add("W325", what, file=file, found=str(value)[:40], needed="text")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 1
+
+
+def _check_added(config: Mapping[str, Any], vocabulary: Vocabulary, findings: Findings) -> None:
+    """Hold the list of added tokens in the tokenizer's config against the tokenizer."""
+    added = config.get("added_tokens_decoder")
+    for key, item in added.items() if isinstance(added, dict) else ():
+        text = item.get("content") if isinstance(item, dict) else None
+        if not isinstance(text, str):
+            continue
+        number = vocabulary.ids.get(text)
+        if number is None:
+            what = f"added_tokens_decoder names {text!r}, which is no token"
+            findings.add("W511", what, file=TOKENIZER, tensor=text, found=text)
+        elif str(number) != key:
+            what = f"added_tokens_decoder says that {text!r} is {key[:20]}, the tokenizer {number}"
+            findings.add("W504", what, file=TOKENIZER, tensor=text, found=key[:20], needed=number)
+
+
 def _check_texts(
     configs: Mapping[str, Mapping[str, Any]], vocabulary: Vocabulary, findings: Findings
 ) -> None:
+    for key, text, file in _more_texts(configs):
+        if text not in vocabulary.ids:
+            findings.add("W511", f"{key} names {text!r}, which is no token", file=file, found=text)
     for name, (text, file) in token_texts(configs).items():
         number = vocabulary.ids.get(text)
         if number is None:

@@ -26,6 +26,7 @@ _CONVERSATIONS = {
     "full": [_USER, {"role": "assistant", "content": _ANSWER}],
     "system": [{"role": "system", "content": "Answer briefly."}, _USER],
 }
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}>")
 _MARKER = re.compile(r"<\|[A-Za-z0-9_]+\|>")
 
 
@@ -57,7 +58,10 @@ def find_template(
             findings.add("W602", f"{FILE} differs from the one in {TOKENIZER}", file=FILE)
         return Template(source, FILE)
     if inline is None:
-        findings.add("W601", f"neither {FILE} nor chat_template in {TOKENIZER}")
+        unusable = f"chat_template in {TOKENIZER} is neither text nor a list with one named default"
+        is_there = configs.get(TOKENIZER, {}).get("chat_template") is not None
+        what = unusable if is_there else f"neither {FILE} nor chat_template in {TOKENIZER}"
+        findings.add("W601", what, file=TOKENIZER if is_there else FILE)
         return None
     return Template(inline, TOKENIZER)
 
@@ -87,6 +91,9 @@ def check_template(
         findings.add("W608", "the prompt holds today's date", file=template.file, found="strftime_now")
     if answers["used"]:
         findings.add("W608", "the template draws at random", file=template.file, found="random")
+    if _ADDRESS.search(prompt):
+        what = "the prompt holds an address in memory, which every run has otherwise"
+        findings.add("W608", what, file=template.file, found=_ADDRESS.findall(prompt)[0])
     if "system+/0" not in texts:
         reason = answers["system+/0"].get("error", "")
         findings.add("W611", f"refuses a system message: {reason[:120]}", file=template.file)

@@ -7,6 +7,7 @@ a process of its own, under limits.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -145,6 +146,9 @@ def _check_parts(
     for key, rule in (("truncation", "W509"), ("padding", "W510")):
         if data.get(key) is not None:
             findings.add(rule, f"{key} is set: {str(data[key])[:80]}", file=NAME, needed="null")
+    if data["model"].get("dropout"):
+        found = str(data["model"]["dropout"])[:40]
+        findings.add("W524", f"model.dropout is {found}", file=NAME, found=found, needed="null")
     holes = max(by_id) + 1 - len(by_id)
     if holes:
         first = next(number for number in range(max(by_id)) if number not in by_id)
@@ -260,8 +264,10 @@ def _prove(
             findings.add("W514", f"the tokenizers library {what}: {answer[key]}", file=NAME)
             return None
     probed, added, theirs = answer["probed"], answer["added"], answer["decoded"]
-    if any(number >= len(tokens) for number in probed[0]):
-        findings.add("W515", "the library gives ids that the file does not list", file=NAME)
+    beyond = next((number for number in itertools.chain(added, *probed) if number >= len(tokens)), None)
+    if beyond is not None:
+        what = f"the library gives the id {beyond}, but the file lists {len(tokens)} ids"
+        findings.add("W515", what, file=NAME, found=beyond, needed=f"below {len(tokens)}")
         return None
     ours = b"".join(tokens[number] for number in probed[0]).decode("utf-8", "replace")
     if ours != theirs and ours != " " + theirs:  # SentencePiece drops one leading space

@@ -21,7 +21,7 @@ from ralbuild.weights.families import Family
 from ralbuild.weights.findings import Findings
 from ralbuild.weights.safetensors import DTYPE_BITS, Header, Tensor
 
-KIND = "ralbuild.values/2"
+KIND = "ralbuild.values/3"
 MOST_FAULTS = 200
 
 FaultKind = Literal["nan", "infinity", "large", "zero", "constant"]
@@ -222,13 +222,19 @@ class _Part:
         if self.bits is not None and self.peak > self.bits.limit:
             out.append(("large", f"the largest magnitude is {_number(self.peak, tensor.dtype):.3g}"))
         scale = "scale" in tensor.name.rpartition(".")[2]
-        if self.constant and self.first is not None and (tensor.elements > 1 or scale):
-            zero = not self.first & (self.bits.mask if self.bits else -1)
-            if zero and (self.bits or self.is_packed) and not tensor.name.endswith(".bias"):
-                out.append(("zero", f"all {tensor.elements} elements are zero"))
-            elif not (zero or vector or scale or self.strange):
+        if self.first is not None and (tensor.elements > 1 or scale):
+            if self._is_zero():
+                if not tensor.name.endswith(".bias"):
+                    out.append(("zero", f"all {tensor.elements} elements are zero"))
+            elif self.constant and not (vector or scale or self.strange):
                 out.append(("constant", f"all {tensor.elements} elements are the same"))
         return [Fault(tensor.name, kind, text, vector and not scale) for kind, text in out]
+
+    def _is_zero(self) -> bool:
+        """Tell whether every element is zero, of either sign."""
+        if self.bits is not None:
+            return self.peak == 0 and not self.strange
+        return self.constant and self.first == 0 and self.tensor.dtype != "F8_E8M0"  # which has no zero
 
 
 def _place(index: int, shape: tuple[int, ...]) -> str:
