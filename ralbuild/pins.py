@@ -64,6 +64,14 @@ class ImagePin:
 
 
 @dataclass(frozen=True, slots=True)
+class ActionPin:
+    """A GitHub action: ``ref`` names a commit, ``version`` is for people."""
+
+    ref: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pins:
     """Everything in ``data/pins.toml``."""
 
@@ -71,6 +79,7 @@ class Pins:
     cubin: CubinPins
     cuda: CudaPins
     images: dict[str, ImagePin]
+    actions: dict[str, ActionPin]
 
 
 @functools.cache
@@ -97,4 +106,5 @@ def load_pins() -> Pins:
         ),
         cuda=CudaPins(cuda["version"], cuda["driver_floor"], cuda["driver_hard_floor"]),
         images={name: ImagePin(item["tag"], item["digest"]) for name, item in data["images"].items()},
+        actions={name: ActionPin(item["ref"], item["version"]) for name, item in data["actions"].items()},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import yaml
 from ralbuild.errors import UsageError
 from ralbuild.release.compose import render_compose
 from ralbuild.release.kubernetes import STRATEGIES, Deployment, parse_autoscale, render_kubernetes
+from ralbuild.release.pipelines import Pipeline, render_pipeline
 from ralbuild.release.proxy import haproxy_files
 from ralbuild.release.site import default_settings
 
@@ -194,3 +196,78 @@ def test_the_schemas_are_schemas() -> None:
     assert {schema["title"] for schema in schemas} == CUSTOM
     for schema in schemas:
         jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def pipeline(kind: str) -> str:
+    (file,) = render_pipeline(
+        kind, Pipeline("registry.example/models/chat", "/srv/weights", "ral-config.yaml", "probes.yaml")
+    )
+    return file.data.decode()
+
+
+def test_pipelines_pass_their_schemas_and_a_planted_fault_does_not() -> None:
+    vendored = resources.files("check_jsonschema") / "builtin_schemas" / "vendor"
+    planted = {"github": ("runs-on", "run-on"), "gitlab": ("resource_group", "resource-group")}
+    for kind, name in (("github", "github-workflows.json"), ("gitlab", "gitlab-ci.json")):
+        schema = json.loads((vendored / name).read_text())
+        validator = jsonschema.validators.validator_for(schema)(schema)
+        text = pipeline(kind)
+        assert list(validator.iter_errors(yaml.safe_load(text))) == []
+        assert list(validator.iter_errors(yaml.safe_load(text.replace(*planted[kind]))))
+
+
+def test_zizmor_finds_nothing_in_the_workflow_and_finds_a_planted_injection(tmp_path: Path) -> None:
+    folder = tmp_path / ".github" / "workflows"
+    folder.mkdir(parents=True)
+    planted = pipeline("github").replace("--strict --format github", "--strict ${{ github.head_ref }}")
+    for name, text, good in (("good", pipeline("github"), True), ("bad", planted, False)):
+        (folder / f"{name}.yaml").write_text(text)
+        command = [
+            Path(sys.executable).parent / "zizmor",
+            "--offline",
+            "--no-progress",
+            folder / f"{name}.yaml",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) is good, done.stdout
+
+
+def test_a_pipeline_gates_production_by_hand_and_never_writes_a_key_into_a_log() -> None:
+    jobs = yaml.safe_load(pipeline("github"))["jobs"]
+    assert jobs["production"]["needs"] == ["build", "staging"]
+    assert jobs["production"]["environment"] == "production"
+    gitlab = yaml.safe_load(pipeline("gitlab"))
+    assert gitlab["production"]["rules"][0]["when"] == "manual"
+    assert gitlab["staging"]["environment"]["on_stop"] == "rollback-staging"
+    for step in jobs["build"]["steps"]:
+        assert "secrets." not in step.get("run", "")
+        uses = step.get("uses", "@" + "0" * 40)
+        assert len(uses.split("@")[1]) == 40
+
+
+def test_every_script_of_the_pipelines_passes_shellcheck(tmp_path: Path) -> None:
+    scripts = [
+        step["run"]
+        for job in yaml.safe_load(pipeline("github"))["jobs"].values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    for job in yaml.safe_load(pipeline("gitlab")).values():
+        scripts += job.get("script", []) + job.get("before_script", []) if isinstance(job, dict) else []
+    paths = []
+    for number, text in enumerate(scripts):
+        path = tmp_path / f"{number}.sh"
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        paths.append(path)
+    command = [Path(sys.executable).parent / "shellcheck", "-e", "SC2154", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "change", [{"image": "registry.example/m:tag"}, {"model": "my weights"}, {"probes": "a;b"}]
+)
+def test_a_pipeline_of_what_needs_quoting_is_refused(change: dict[str, str]) -> None:
+    values = {"image": "registry.example/m", "model": "w", "config": "c.yaml", "probes": "p.yaml"} | change
+    with pytest.raises(UsageError):
+        render_pipeline("github", Pipeline(**values))

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ralbuild.cli.options import add_report_options, chosen_report
-from ralbuild.errors import UsageError
+from ralbuild.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     from ralbuild.release.journal import Plan
     from ralbuild.release.planning import Wishes
+    from ralbuild.release.source import Source
+    from ralbuild.report import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "image", metavar="IMAGE", help="oci:DIR, archive:FILE, docker:NAME, NAME@sha256:..."
             )
             verb.add_argument("--tag", default="", help="which image of a layout or archive")
+            verb.add_argument(
+                "--key",
+                type=Path,
+                action="append",
+                default=[],
+                metavar="PUB",
+                help="must have signed it; for oci:DIR",
+            )
         verb.add_argument("--mode", choices=("auto", "blue-green", "in-place"), default="auto")
         verb.add_argument(
             "--probes", type=Path, metavar="FILE", help="golden prompts and guardrails of the gate"
@@ -126,6 +136,8 @@ def _release(options: argparse.Namespace) -> int:
             source = parse_source(options.image, options.tag) if options.what == "up" else None
             host = DockerHost()
             if source is not None:
+                if options.key:
+                    _check_signature(source, options.key, report)
                 with report.stage("load") as stage:
                     found = fetch(source, host)
                     stage.summary = f"{source.reference}, {found.image[:19]}"
@@ -145,6 +157,29 @@ def _release(options: argparse.Namespace) -> int:
             serving = journal.plan.colour
     print(json.dumps({"serving": serving}) if options.json else f"{serving} serves")
     return 0
+
+
+def _check_signature(source: Source, keys: list[Path], report: Report) -> None:
+    """Check signature and every byte before anything is loaded.
+
+    Raises:
+        GateError: naming what does not hold.
+    """
+    from ralbuild.image.reader import open_image
+    from ralbuild.signing import load_public_key
+    from ralbuild.supply.verify_image import verify_image
+
+    if source.kind != "oci":
+        hint = "release the layout: signatures lie beside the image there"
+        raise UsageError(f"cannot be checked in {source.reference}", place="--key", hint=hint)
+    with report.stage("verify") as stage, open_image(Path(source.place), source.name) as image:
+        checks = verify_image(image, tuple(load_public_key(key) for key in keys), frozenset(("signature",)))
+        bad = [check for check in checks if not check.good]
+        if bad:
+            raise GateError(
+                f"{bad[0].name}: {bad[0].detail}", place=source.reference, hint="nothing was changed"
+            )
+        stage.summary = f"{len(checks)} checks"
 
 
 def _wishes(options: argparse.Namespace) -> Wishes:

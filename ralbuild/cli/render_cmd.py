@@ -28,11 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("instead of a build context")
     what.add_argument("--kubernetes", action="store_true", help="manifests in a kustomize layout")
     what.add_argument("--compose", action="store_true", help="a Compose file with two colours")
+    what.add_argument("--ci", choices=("github", "gitlab"), help="a pipeline from verify to release")
+    what.add_argument("--probes", default="probes.yaml", metavar="FILE", help="for --ci: the gate's probes")
     what.add_argument(
         "--from", dest="layout", metavar="oci:DIR", help="the image whose labels give the sizes"
     )
     what.add_argument("--tag", default="", help="which image of a layout")
-    what.add_argument("--image", default="", metavar="NAME@sha256:DIGEST", help="how the cluster finds it")
+    what.add_argument(
+        "--image", default="", metavar="NAME@sha256:DIGEST", help="how it is found; no digest for --ci"
+    )
     what.add_argument("--name", default="model-server", help="name of every object; default: model-server")
     what.add_argument(
         "--strategy",
@@ -59,12 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the files; the path of the main one goes to standard output."""
-    if options.kubernetes and options.compose:
-        raise UsageError("one of --kubernetes and --compose at a time", place="render")
+    if sum((options.kubernetes, options.compose, options.ci is not None)) > 1:
+        raise UsageError("one of --kubernetes, --compose and --ci at a time", place="render")
     if options.kubernetes:
         return _deliver(_kubernetes(options), options.out, "base/kustomization.yaml")
     if options.compose:
         return _deliver(_compose(options), options.out, "compose.yaml")
+    if options.ci is not None:
+        files = _pipeline(options)
+        return _deliver(files, options.out, files[0].path)
     if options.model is None:
         raise UsageError("a build context needs --model", place="render")
     from ralbuild.pipeline import render_context
@@ -104,6 +111,14 @@ def _compose(options: argparse.Namespace) -> list[RenderedFile]:
     settings = default_settings(drain_seconds=_count(options.drain, "--drain", 0))
     gpus = _count(options.gpus, "--gpus", 0)
     return render_compose(options.name, options.image, options.proxy_image, _labels(options), settings, gpus)
+
+
+def _pipeline(options: argparse.Namespace) -> list[RenderedFile]:
+    from ralbuild.release.pipelines import Pipeline, render_pipeline
+
+    model = str(options.model) if options.model is not None else "weights"
+    wanted = Pipeline(options.image, model, str(options.config), options.probes)
+    return render_pipeline(options.ci, wanted)
 
 
 def _labels(options: argparse.Namespace) -> dict[str, str]:
