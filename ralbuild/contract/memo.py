@@ -1,0 +1,62 @@
+"""What tokens do to a text, remembered: most tokens meet a state that has seen them before.
+
+A `Step` is exact because a settled slot (`ralbuild.contract.transducer.Slot.settled`) has read all that it
+holds: what a token does to it follows from the slot's numbers, the count of held bytes and the token's
+bytes, and the held bytes themselves only move. So a step says what is written as slices of "held + token".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Part = slice | bytes
+"""Something that is written: a slice of the bytes at hand, or a string of the table."""
+Key = tuple[int, int, int, int, bytes]
+"""Mode, kind state and rule state of a settled slot, how many bytes it holds, and the token."""
+
+LIMIT = 1 << 16
+"""Steps that one table remembers, for all its texts together: at most about 32 MiB."""
+LONGEST = 128
+"""Bytes of a token that is remembered; whole texts come through the same door."""
+
+
+class Step(NamedTuple):
+    """What one token does to a settled slot that stays settled.
+
+    Attributes:
+        first, more: what is written; nearly always one slice.
+        mode, kind, state: the slot's numbers afterwards.
+        keep: how many of the last bytes stay undecided.
+        events: ids of the rules that matched.
+    """
+
+    first: slice
+    more: tuple[Part, ...]
+    mode: int
+    kind: int
+    state: int
+    keep: int
+    events: tuple[int, ...]
+
+
+class Memo(dict[Key, Step]):
+    """Steps by what they follow from; forgets all when it is full."""
+
+    def put(self, key: Key, step: Step) -> None:
+        """Remember a step."""
+        if len(self) >= LIMIT:
+            self.clear()
+        self[key] = step
+
+
+def first_slice(parts: Sequence[Part]) -> tuple[slice, tuple[Part, ...]]:
+    """Return the leading slice of ``parts`` (empty when a string leads) and the rest."""
+    if parts and isinstance(parts[0], slice):
+        return parts[0], tuple(parts[1:])
+    return slice(0, 0), tuple(parts)
+
+
+def written(text: bytes, parts: Sequence[Part]) -> bytes:
+    """Return the bytes that ``parts`` write of ``text``."""
+    return b"".join([text[part] if isinstance(part, slice) else part for part in parts])
