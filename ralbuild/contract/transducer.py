@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ralbuild.contract.memo import LONGEST, Key, Memo, Part, Step, first_slice, written
+from ralbuild.contract.memo import LONGEST, Memo, Part, Place, Step, first_slice, written
 from ralbuild.contract.transducer_table import (
     COPY,
     DEAD,
@@ -101,7 +101,8 @@ class Transducer:
         """Return a fresh slot for ``profile``."""
         mode = self.table.starts[profile]
         row = self.modes[mode]
-        return Slot(self, mode, row.mark, row.kind, row.rule, settled=True)
+        here = self.memo.place((mode, row.kind, row.rule, 0))
+        return Slot(self, mode, row.mark, row.kind, row.rule, here)
 
     def rewrite(self, profile: int, data: bytes) -> tuple[bytes, list[int]]:
         """Rewrite a whole text; return the output and the rule ids that matched, in order."""
@@ -137,10 +138,10 @@ class Slot:
     Attributes:
         machine: the shared table.
         mode, mark, kind, state: the mode, and the state of each stage.
+        here: where a settled slot is: the positions are not written down, as above.
         events: rule ids that matched, in order; the reader may clear it.
         stopped: a stop string has ended the text; what follows is not read.
         raw: the bytes that are not decided.
-        settled: the positions are not written down, as above.
         read: how far the rules have read; start: how far the kinds have released, a candidate begins here.
         kind_at: how far the kinds have read; free: how far the markers have released; seen: have read.
         best_end, best: end and row of the longest accept of the candidate.
@@ -151,10 +152,10 @@ class Slot:
     mark: int
     kind: int
     state: int
+    here: Place | None
     events: list[int] = field(default_factory=list)
     stopped: bool = False
     raw: bytes = b""
-    settled: bool = False
     rule_class: bytearray = field(default_factory=bytearray)
     kind_class: bytearray = field(default_factory=bytearray)
     at: int = 0
@@ -181,13 +182,12 @@ class Slot:
 
     def feed(self, data: bytes) -> bytes:
         """Read the bytes of one token and return what is now decided; nothing after a stop string."""
-        if not self.settled or len(data) > LONGEST:
+        if self.here is None:
             return self.walk(data)
-        key = (self.mode, self.kind, self.state, len(self.raw), data)
-        step = self.machine.memo.get(key)
+        step = self.here.get(data)
         if step is None:
-            return self._walk_and_remember(key)
-        first, more, self.mode, self.kind, self.state, keep, events = step
+            return self._walk_and_remember(self.here, data)
+        first, more, self.here, self.mode, self.kind, self.state, keep, events = step
         text = self.raw + data
         self.raw = text[-keep:] if keep else b""
         if events:
@@ -199,14 +199,14 @@ class Slot:
         parts, text = self._walk(data)
         return written(text, parts)
 
-    def _walk_and_remember(self, key: Key) -> bytes:
+    def _walk_and_remember(self, before: Place, data: bytes) -> bytes:
         known = len(self.events)
-        parts, text = self._walk(key[-1])
-        if self.settled:
+        parts, text = self._walk(data)
+        if self.here is not None and len(data) <= LONGEST:
             first, more = first_slice(parts)
-            events = tuple(self.events[known:])
-            step = Step(first, more, self.mode, self.kind, self.state, len(self.raw), events)
-            self.machine.memo.put(key, step)
+            numbers = self.mode, self.kind, self.state, len(self.raw)
+            step = Step(first, more, self.here, *numbers, tuple(self.events[known:]))
+            self.machine.memo.put(before, data, step)
         return written(text, parts)
 
     def _walk(self, data: bytes) -> tuple[list[Part], bytes]:
@@ -228,13 +228,14 @@ class Slot:
             self._forget()
             home, end = self.machine.modes[self.mode], len(self.raw)
             places = self.read, self.start, self.kind_at, self.free, self.seen
-            self.settled = self.mark == home.mark and self.best < 0 and places == (end,) * 5
+            if self.mark == home.mark and self.best < 0 and places == (end,) * 5:
+                self.here = self.machine.memo.place((self.mode, self.kind, self.state, end))
         return out, text
 
     def _wake(self) -> None:
         """Write down the positions of a settled slot."""
-        if self.settled:
-            self.settled = False
+        if self.here is not None:
+            self.here = None
             self.read = self.start = self.kind_at = self.free = self.seen = len(self.raw)
             self.rule_class, self.kind_class = bytearray(len(self.raw)), bytearray(len(self.raw))
             self.mark = self.machine.modes[self.mode].mark
