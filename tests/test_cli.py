@@ -216,7 +216,7 @@ def test_explain_names_the_route_that_wins_and_those_that_come_later(tmp_path: P
     done = ralbuild("explain", "--config", path, "--route", "finance.retail", "--json", cwd=tmp_path)
     answer = json.loads(done.out)
     assert [route["action"] for route in answer["matches"]] == ["careful", "apply_financial_guardrails"]
-    assert answer["profile"]["sampling"]["temperature"] == 0
+    assert answer["profile"]["sampling"]["temperature"] == {"least": 0, "most": 0}
 
 
 def test_verify_prints_digests_that_sha256sum_gives(work: Path) -> None:

@@ -1,4 +1,5 @@
-"""Random rules of every sort over three real vocabularies: the executor equals the whole-text reference.
+"""Random rules of every sort over three real vocabularies: the executor, with its memo and without, equals
+the whole-text reference.
 
 The vocabularies are samples of real tokenizers (tests/data/vocabularies.json.gz, made by
 `ci/sample_vocabularies.py`): SmolLM2's byte-level BPE, a SentencePiece model, a tiktoken-style one.
@@ -34,7 +35,7 @@ from ralbuild.fold.transducer import TransducerBuilder
 from ralbuild.simulate.cases import Splitter
 
 SEED = 20261201
-RULE_SETS, TEXTS = 140, 50
+RULE_SETS, TEXTS, CHUNKINGS = 50, 70, 2
 WORDS = [
     "risk",
     "Risk appetite",
@@ -177,21 +178,33 @@ def test_random_rules_texts_and_tokens_agree_with_the_reference(
     rng = random.Random(f"{SEED}{name}")
     vocab = vocabularies[name]
     splitter = Splitter(vocab)
-    cases = matched = tokens = 0
+    cases = matched = tokens = steps = 0
     for number in range(RULE_SETS):
         rules = RandomRules(rng, kinds=number % 4 == 0)
-        for _ in range(TEXTS):
-            ids = splitter.any_way(rules.text(), rng)
-            slot, out = rules.machine.start(0), b""
+        texts = [rules.text() for _ in range(TEXTS)]
+        reference: dict[bytes, tuple[bytes, list[int]]] = {}
+        for ids in (splitter.any_way(text, rng) for text in texts for _ in range(CHUNKINGS)):
+            slot, plain, out = rules.machine.start(0), rules.machine.start(0), b""
             for token in ids:
-                out += slot.feed(vocab[token])
+                part = slot.feed(vocab[token])
+                assert part == plain.walk(vocab[token])
+                assert slot.pending == plain.pending
                 assert len(slot.pending) <= rules.size.max_held
+                out += part
+            read = sum(len(vocab[token]) for token in ids)
+            assert slot.registers(read) == plain.registers(read)
+            assert slot.state == plain.state
             out += slot.finish()
             text = b"".join(vocab[token] for token in ids)
-            assert (out, slot.events) == rewrite(rules.profile, text, rules.regexes), (text, rules.profile)
+            if text not in reference:
+                reference[text] = rewrite(rules.profile, text, rules.regexes)
+            assert (out, slot.events) == reference[text], (text, rules.profile)
             cases += 1
             matched += bool(slot.events)
             tokens += len(ids)
-    print(f"seed {SEED}, {name}: {cases} cases, {tokens} tokens, {matched} with a match, 0 mismatches")
-    assert cases == RULE_SETS * TEXTS
+        steps += rules.machine.memo.steps
+    print(f"seed {SEED}, {name}: {cases} cases, {tokens} tokens, {steps} steps remembered")
+    print(f"{matched} with a match, 0 mismatches")
+    assert cases == RULE_SETS * TEXTS * CHUNKINGS
+    assert 0 < steps < tokens // 2, "most tokens must meet a remembered step, or the memo is not tested"
     assert matched > cases // 3

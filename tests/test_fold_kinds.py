@@ -108,6 +108,21 @@ def test_kinds_beat_texts_that_overlap_them_and_markup_stays_outside() -> None:
     assert machine.rewrite(0, b"my card 4111, pay 41") == (b"[t], <b>pay 41</b>", [0, 1])
 
 
+def test_where_a_kind_cuts_a_redacted_text_only_the_texts_own_rest_leaves_at_any_two_splits() -> None:
+    rules = (TextRule(0, 0, b"my card 4111", True, False, replacement=b"[t]"),)
+    profile = ProfileRules(rules, kinds=(KindRule(1, "card", b"#"),))
+    machine = Transducer(read_transducer(TransducerBuilder((profile,)).build(2)[0], "test"))
+    text = b"my card 4111, my card 4111111111111111, my card 4111111111111112."
+    expected = b"[t], my card #, [t]111111111112."
+    assert rewrite(profile, text)[0] == expected
+    for first, second in itertools.combinations(range(len(text) + 1), 2):
+        slot, out = machine.start(0), b""
+        for part in (text[:first], text[first:second], text[second:]):
+            out += slot.feed(part)
+            assert expected.startswith(out)
+        assert out + slot.finish() == expected
+
+
 def test_the_table_is_the_same_bytes_whatever_the_hash_seed() -> None:
     sample = Path(__file__).parents[1] / "samples/redaction/ral-config.yaml"
     code = (

@@ -20,14 +20,16 @@ A text goes through three stages, each of which holds back only what it cannot d
    ``final[q]`` is the program that decides what is pending when the text, or its part, ends.
 
 Kinds and rules read whole characters: the last bytes of one that is not complete wait. This executor is
-the oracle: the CPU target runs it, and the GPU kernel must agree with it byte for byte. Method of
-stage 3: Mihov and Schulz 2007, subsequential transducers; docs/rules.md gives the meaning.
+the oracle: the CPU target runs it, and the GPU kernel must agree with it byte for byte. `Slot.walk` is
+the definition; `Slot.feed` does the same and remembers what tokens do (`ralbuild.contract.memo`). Method
+of stage 3: Mihov and Schulz 2007, subsequential transducers; docs/rules.md gives the meaning.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ralbuild.contract.memo import LONGEST, Memo, Part, Place, Step, first_slice, written
 from ralbuild.contract.transducer_table import (
     COPY,
     DEAD,
@@ -93,12 +95,14 @@ class Transducer:
         self._low = (bytes(table.cls[:256]), bytes(table.kind_class[:256]))
         self._high = (bytes(table.cls[256:]), bytes(table.kind_class[256:]))
         self._spelled: dict[str, tuple[bytes, bytes]] = {}
+        self.memo = Memo()
 
     def start(self, profile: int) -> Slot:
         """Return a fresh slot for ``profile``."""
         mode = self.table.starts[profile]
         row = self.modes[mode]
-        return Slot(self, mode, row.mark, row.kind, row.rule)
+        here = self.memo.place((mode, row.kind, row.rule, 0))
+        return Slot(self, mode, row.mark, row.kind, row.rule, here)
 
     def rewrite(self, profile: int, data: bytes) -> tuple[bytes, list[int]]:
         """Rewrite a whole text; return the output and the rule ids that matched, in order."""
@@ -128,9 +132,13 @@ class Transducer:
 class Slot:
     """One text being rewritten. Positions count in ``raw``; bytes before ``at`` are decided.
 
+    A settled slot has read all that it holds, and neither a marker nor a kind is begun: all positions
+    are the end of ``raw`` and wait to be written down (`_wake`) until something needs them.
+
     Attributes:
         machine: the shared table.
         mode, mark, kind, state: the mode, and the state of each stage.
+        here: where a settled slot is: the positions are not written down, as above.
         events: rule ids that matched, in order; the reader may clear it.
         stopped: a stop string has ended the text; what follows is not read.
         raw: the bytes that are not decided.
@@ -144,9 +152,10 @@ class Slot:
     mark: int
     kind: int
     state: int
+    here: Place | None
     events: list[int] = field(default_factory=list)
     stopped: bool = False
-    raw: bytearray = field(default_factory=bytearray)
+    raw: bytes = b""
     rule_class: bytearray = field(default_factory=bytearray)
     kind_class: bytearray = field(default_factory=bytearray)
     at: int = 0
@@ -161,10 +170,11 @@ class Slot:
     @property
     def pending(self) -> bytes:
         """The bytes read and not yet decided; never longer than the table's ``max_held``."""
-        return bytes(self.raw)
+        return self.raw
 
     def registers(self, end: int) -> tuple[int, ...]:
         """Return the row of ``front`` when ``end`` bytes were read in all: docs/kernels.md."""
+        self._wake()
         base = end - len(self.raw)
         places = (base + self.free, base + self.kind_at, base + self.start)
         best_end = base + self.best_end if self.best >= 0 else 0
@@ -172,19 +182,63 @@ class Slot:
 
     def feed(self, data: bytes) -> bytes:
         """Read the bytes of one token and return what is now decided; nothing after a stop string."""
+        if self.here is None:
+            return self.walk(data)
+        step = self.here.get(data)
+        if step is None:
+            return self._walk_and_remember(self.here, data)
+        first, more, self.here, self.mode, self.kind, self.state, keep, events = step
+        text = self.raw + data
+        self.raw = text[-keep:] if keep else b""
+        if events:
+            self.events += events
+        return text[first] + written(text, more) if more else text[first]
+
+    def walk(self, data: bytes) -> bytes:
+        """Do what `feed` does, by every byte of ``data``."""
+        parts, text = self._walk(data)
+        return written(text, parts)
+
+    def _walk_and_remember(self, before: Place, data: bytes) -> bytes:
+        known = len(self.events)
+        parts, text = self._walk(data)
+        if self.here is not None and len(data) <= LONGEST:
+            first, more = first_slice(parts)
+            numbers = self.mode, self.kind, self.state, len(self.raw)
+            step = Step(first, more, self.here, *numbers, tuple(self.events[known:]))
+            self.machine.memo.put(before, data, step)
+        return written(text, parts)
+
+    def _walk(self, data: bytes) -> tuple[list[Part], bytes]:
+        """Read ``data``; return what is decided, and the bytes that its slices are of."""
+        out: list[Part] = []
         if self.stopped:
-            return b""
-        out = bytearray()
-        self.raw += data
-        while self.seen < len(self.raw) and not self.stopped:
+            return out, b""
+        self._wake()
+        text = self.raw = self.raw + data
+        while self.seen < len(text) and not self.stopped:
             if self.machine.modes[self.mode].mark < 0:
-                self.free = self.seen = len(self.raw)
+                self.free = self.seen = len(text)
             else:
                 self._read_marker(out)
-        if not self.stopped:
+        if self.stopped:
+            self.raw = b""
+        else:
             self._advance(out, last=False)
             self._forget()
-        return bytes(out)
+            home, end = self.machine.modes[self.mode], len(self.raw)
+            places = self.read, self.start, self.kind_at, self.free, self.seen
+            if self.mark == home.mark and self.best < 0 and places == (end,) * 5:
+                self.here = self.machine.memo.place((self.mode, self.kind, self.state, end))
+        return out, text
+
+    def _wake(self) -> None:
+        """Write down the positions of a settled slot."""
+        if self.here is not None:
+            self.here = None
+            self.read = self.start = self.kind_at = self.free = self.seen = len(self.raw)
+            self.rule_class, self.kind_class = bytearray(len(self.raw)), bytearray(len(self.raw))
+            self.mark = self.machine.modes[self.mode].mark
 
     def finish(self) -> bytes:
         """End the text: decide what is pending and return it, with anything appended at the end."""
@@ -193,30 +247,29 @@ class Slot:
 
     def close(self) -> tuple[bytes, bytes]:
         """End the text; return what was pending, and what the rules append to any text."""
-        rest, appended = bytearray(), bytearray()
+        rest: list[Part] = []
+        text = self.raw
         if not self.stopped:
-            self.free = self.seen = len(self.raw)
+            self._wake()
+            self.free = self.seen = len(text)
             self._settle(rest)
             self._forget()
-        self._append(appended)
-        return bytes(rest), bytes(appended)
+        return written(text, rest), self.abandon()
 
     def abandon(self) -> bytes:
         """End the text and drop what is pending; return what the rules append to any text."""
-        appended = bytearray()
-        self._append(appended)
-        return bytes(appended)
-
-    def _append(self, out: bytearray) -> None:
+        appended: list[Part] = []
         end = self.machine.modes[self.mode].end
         if end >= 0:
-            self._run(end, out)
+            self._run(end, appended)
+        return written(self.raw, appended)
 
     def _forget(self) -> None:
         """Let go of what is decided."""
         done = self.at
         if done:
-            del self.raw[:done], self.rule_class[:done], self.kind_class[:done]
+            self.raw = self.raw[done:]
+            del self.rule_class[:done], self.kind_class[:done]
             self.at = 0
             # Nothing that is not decided was read less far; max() only keeps a damaged table in bounds.
             self.read = max(0, self.read - done)
@@ -228,7 +281,7 @@ class Slot:
 
     # Stage 1: markers
 
-    def _read_marker(self, out: bytearray) -> None:
+    def _read_marker(self, out: list[Part]) -> None:
         machine, table = self.machine, self.machine.table
         entry = table.mark_next[self.mark * machine.mark_classes + table.mark_class[self.raw[self.seen]]]
         self.mark, action = entry & _FRONT_MASK, entry >> FRONT_BITS
@@ -238,12 +291,12 @@ class Slot:
         if marker:
             self._pass_marker(marker - 1, out)
 
-    def _pass_marker(self, number: int, out: bytearray) -> None:
+    def _pass_marker(self, number: int, out: list[Part]) -> None:
         """Decide what came before the marker, and begin the mode that follows it."""
         rule, flags, mode = self.machine.table.marker_rows[3 * number : 3 * number + 3]
         self._settle(out)
         if flags & KEEP:
-            out += self.raw[self.free : self.seen]
+            out.append(slice(self.free, self.seen))
         self.events.append(rule)
         self.at = self.read = self.start = self.kind_at = self.free = self.seen
         gap = bytes(self.seen - len(self.rule_class))
@@ -253,9 +306,8 @@ class Slot:
         self.mode, self.mark, self.kind, self.state = mode, row.mark, row.kind, row.rule
         if flags & STOP:
             self.stopped = True
-            self.raw.clear()
 
-    def _settle(self, out: bytearray) -> None:
+    def _settle(self, out: list[Part]) -> None:
         """Decide everything that the markers have released."""
         self._advance(out, last=True)
         self._run(self.machine.table.final[self.state], out)
@@ -263,10 +315,10 @@ class Slot:
 
     # Stage 2: kinds
 
-    def _advance(self, out: bytearray, *, last: bool) -> None:
+    def _advance(self, out: list[Part], *, last: bool) -> None:
         """Read the whole characters that are released; with ``last`` no more follow."""
         known = len(self.rule_class)
-        fresh = bytes(self.raw[known : self.free])
+        fresh = self.raw[known : self.free]
         if not last:
             fresh = fresh[: len(fresh) - unfinished(fresh)]
         rule, kind = self.machine.classes(fresh)
@@ -282,7 +334,7 @@ class Slot:
                 self._read_kinds(out)
         self._read_rules(out)
 
-    def _read_kinds(self, out: bytearray) -> None:
+    def _read_kinds(self, out: list[Part]) -> None:
         machine, table, classes = self.machine, self.machine.table, self.kind_class
         home = machine.modes[self.mode].kind
         while self.kind_at < len(classes):
@@ -307,7 +359,7 @@ class Slot:
                 self.best, self.best_end = row, self.kind_at
                 return
 
-    def _resolve(self, out: bytearray) -> None:
+    def _resolve(self, out: list[Part]) -> None:
         """Replace the candidate, or release its first character, and read on after that."""
         home = self.machine.modes[self.mode]
         self.kind = home.kind
@@ -315,7 +367,7 @@ class Slot:
             rule, _, string = self.machine.kinds[self.best]
             self._read_rules(out)
             self._run(self.machine.table.final[self.state], out)
-            out += self.machine.strings[string]
+            out.append(self.machine.strings[string])
             self.events.append(rule)
             self.at = self.read = self.start = self.kind_at = self.best_end
             self.state = home.rule
@@ -328,41 +380,54 @@ class Slot:
 
     # Stage 3: rules
 
-    def _read_rules(self, out: bytearray) -> None:
+    def _read_rules(self, out: list[Part]) -> None:
         machine, classes = self.machine, self.rule_class
         trans, width, state = machine.table.trans, machine.table.classes, self.state
+        passed = self.at
         for place in range(self.read, self.start):
             entry = trans[state * width + classes[place]]
             state = entry & STATE_MASK
             program = entry >> STATE_BITS
             if program == PASS_PROGRAM:
-                out += self.raw[self.at : self.at + 1]
-                self.at += 1
-            else:
-                self._run(program, out)
+                passed += 1
+                continue
+            if passed > self.at:
+                self._copy(passed, out)
+            self._run(program, out)
+            passed = self.at
+        if passed > self.at:
+            self._copy(passed, out)
         self.read = self.start
         self.state = state
 
-    def _run(self, program: int, out: bytearray) -> None:
+    def _run(self, program: int, out: list[Part]) -> None:
         for kind, arg, text in self.machine.programs[program]:
             if kind == COPY:
-                out += self.raw[self.at : self.at + arg]
-                self.at += arg
+                self._copy(self.at + arg, out)
             elif kind == EMIT:
-                out += text
+                out.append(text)
             elif kind == DROP:
                 self.at += arg
             else:
                 self.events.append(arg)
 
+    def _copy(self, end: int, out: list[Part]) -> None:
+        """Write the pending bytes up to ``end``; what was copied just before grows."""
+        last = out[-1] if out else None
+        if isinstance(last, slice) and last.stop == self.at:
+            out[-1] = slice(last.start, end)
+        else:
+            out.append(slice(self.at, end))
+        self.at = end
 
-def holds(check: int, text: bytes | bytearray) -> bool:
+
+def holds(check: int, text: bytes) -> bool:
     """Tell whether a kind's checksum holds: Luhn (ISO/IEC 7812-1) or mod 97 (ISO 13616)."""
     if check == LUHN:
         digits = [byte - 48 for byte in reversed(text) if 48 <= byte <= 57]
         return (sum(digits[::2]) + sum(sum(divmod(2 * digit, 10)) for digit in digits[1::2])) % 10 == 0
     if check == MOD_97:
-        turned = bytes(text[4:] + text[:4]).decode("ascii", "replace")
+        turned = (text[4:] + text[:4]).decode("ascii", "replace")
         number = "".join(str(int(char, 36)) for char in turned if char.isascii() and char.isalnum())
         return bool(number) and int(number) % 97 == 1
     return True

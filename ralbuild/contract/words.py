@@ -25,7 +25,7 @@ class WordTable:
         byte = self.bits[self.pages[code >> 8] * PAGE_BYTES + (code >> 3 & 31)]
         return bool(byte >> (code & 7) & 1)
 
-    def character(self, data: bytearray, at: int) -> tuple[int, bool]:
+    def character(self, data: bytes, at: int) -> tuple[int, bool]:
         """Return the bytes of the character at ``at``, and whether it is a word's; a broken byte is one."""
         first = data[at]
         size = 1 if first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
@@ -35,7 +35,7 @@ class WordTable:
             return 1, False
 
 
-def unfinished(data: bytes | bytearray) -> int:
+def unfinished(data: bytes) -> int:
     """Return how many bytes at the end of ``data`` can still become one character of UTF-8."""
     for size in range(1, min(3, len(data)) + 1):
         byte = data[-size]

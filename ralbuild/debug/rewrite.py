@@ -6,15 +6,15 @@ Bans act while a token is drawn, which nobody can do from outside: a banned phra
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ralbuild.contract.bans import BANNED, BanSlot
-from ralbuild.contract.bundle import CHARACTERS, RUN, TOKENS
+from ralbuild.contract.bundle import CHARACTERS, RUN, TOKENS, Sampling
 from ralbuild.debug.rules import Rules
 
 
@@ -106,8 +106,8 @@ class Exchange:
         if _texts(out) != texts:
             self.changes.append("input rewritten")
         profile = self.rules.folded.rule_set.profiles[self.profile]
-        for name, value in dataclasses.asdict(profile.sampling).items():
-            if value is not None and body.get(name) != value:
+        for name, value in _imposed(profile.sampling, body):
+            if body.get(name) != value:
                 self.changes.append(f"{name} {body.get(name)} -> {value}")
                 out[name] = value
         return body if self.observed else out
@@ -252,3 +252,26 @@ def _answer_text(item: dict[str, Any], name: str) -> tuple[dict[str, Any] | None
     if isinstance(inner, dict) and isinstance(inner.get("content"), str):
         return inner, "content"
     return (item, "text") if isinstance(item.get("text"), str) else (None, "")
+
+
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+"""What a request that does not say it asks for; 0 for all other values."""
+
+
+def _imposed(sampling: Sampling, body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the sampling values that the image would use instead of the request's; bad ones stay."""
+    for name, bounds in sampling.bounded:
+        asked = body.get(name)
+        value = _NEUTRAL.get(name, 0.0) if asked is None else asked
+        if not isinstance(value, int | float):
+            continue
+        if name == "top_k" and value <= 0:  # all tokens
+            value = math.inf
+        within = bounds.clamp(value)
+        if within != value:
+            yield name, int(within) if name == "top_k" else within
+    if sampling.seed is not None:
+        yield "seed", sampling.seed
+    asked = body.get("logit_bias")
+    if sampling.logit_bias and (asked is None or isinstance(asked, dict)):
+        yield "logit_bias", {**(asked or {}), **{str(item.token): item.bias for item in sampling.logit_bias}}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ralbuild.config.load import LoadedConfig
 from ralbuild.contract.bundle import InputLimit, SelfTest
-from ralbuild.contract.transducer import Transducer, read_transducer
+from ralbuild.contract.transducer import Transducer, TransducerTable, read_transducer
 from ralbuild.contract.vocab import write_vocab
 from ralbuild.errors import CompileError
 from ralbuild.fold.bans import build_bans
@@ -62,7 +62,8 @@ def fold(loaded: LoadedConfig, tokens: Sequence[bytes], *, strips: bool = False)
     rule_set = replace(rule_set, profiles=resolve_biases(rule_set.profiles, loaded, tokens))
     _check_spelling(rule_set, tokens)
     data, size = TransducerBuilder(rule_set.rules_of).build(len(rule_set.rules))
-    check_buffers(read_transducer(data, "transducer"), rule_set.rules_of, rule_set.rules, tokens)
+    table = read_transducer(data, "transducer")
+    check_buffers(table, rule_set.rules_of, rule_set.rules, tokens)
     bans = build_bans([rules.limits for rules in rule_set.rules_of])
     patterns = route_patterns(loaded, rule_set)
     return Folded(
@@ -74,7 +75,7 @@ def fold(loaded: LoadedConfig, tokens: Sequence[bytes], *, strips: bool = False)
         patterns.overlaps(),
         size,
         input_limits(loaded),
-        _self_tests(rule_set, data, tokens, strips=strips),
+        _self_tests(rule_set, table, tokens, strips=strips),
     )
 
 
@@ -99,10 +100,10 @@ def _check_spelling(rule_set: RuleSet, tokens: Sequence[bytes]) -> None:
 
 
 def _self_tests(
-    rule_set: RuleSet, data: bytes, tokens: Sequence[bytes], *, strips: bool
+    rule_set: RuleSet, table: TransducerTable, tokens: Sequence[bytes], *, strips: bool
 ) -> tuple[SelfTest, ...]:
     """Make one text per profile that its first rules match, and let the oracle say what comes out."""
-    machine = Transducer(read_transducer(data, "transducer"))
+    machine = Transducer(table)
     spell = _Speller(tokens)
     tests = []
     for index, rules in enumerate(rule_set.rules_of):

@@ -22,6 +22,7 @@ SEARCH_NODES = 10_000
 """States that the search for overlaps looks at; with more, some names are not compared."""
 
 Node = frozenset[int]
+_BYTES = frozenset(range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class RoutePatterns:
         for number, text in enumerate(patterns):
             route = parse_route(text)
             self.starts.append(self.nfa.add(number, route.node, ignore_case=route.ignore_case))
+        for edges in self.nfa.edges:  # a name is read by bytes; what is a word character does not matter
+            edges[:] = [(mask & _BYTES, target) for mask, target in edges]
         masks = [mask for edges in self.nfa.edges for mask, _ in edges]
         self.cls = byte_classes(masks)
         self.classes = max(self.cls) + 1

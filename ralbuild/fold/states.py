@@ -70,6 +70,7 @@ class RuleStates:
             }
             for texts in sets
         ]
+        self.redacting = any(rule.level == REDACTION for rule in self.rules)
         self.states: list[State] = []
         self._numbers: dict[State, int] = {}
 
@@ -160,6 +161,8 @@ class RuleStates:
 
     def _cut_markup(self, starts: list[Start]) -> None:
         """Where a redaction is certain, take back markup that starts before it and reaches into it."""
+        if not self.redacting:
+            return
         for index, (node, found) in enumerate(starts):
             if found and self._redacts(found):
                 for earlier in range(index):
@@ -171,7 +174,7 @@ class RuleStates:
 
     def redaction_open(self, starts: Sequence[Start], length: int) -> bool:
         """Tell whether a redaction that begins inside the first ``length`` bytes is open or found."""
-        return any(
+        return self.redacting and any(
             (node != DEAD and self.dfa.holds_redaction[node]) or (found and self._redacts(found))
             for node, found in starts[1:length]
         )

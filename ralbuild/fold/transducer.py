@@ -77,6 +77,8 @@ class TransducerBuilder:
         self.literal = all(isinstance(rule.pattern, bytes) for rule in self.reader.rules)
         self.ends_word = [k for k, word in enumerate(self.reader.dfa.class_is_word) if not word]
         self.programs: list[tuple[Op, ...]] = []
+        self._copies: list[bool] = []
+        """Per program: it only copies."""
         self._program_ids: dict[tuple[Op, ...], int] = {}
         self._joined: dict[tuple[Op, ...], dict[int, int]] = {}
         self._rows: dict[int, Row] = {}
@@ -98,10 +100,13 @@ class TransducerBuilder:
         if number is None:
             number = self._program_ids[key] = len(self.programs)
             self.programs.append(key)
+            self._copies.append(all(kind == COPY for kind, _ in key))
         return number
 
     def _join(self, prefix: tuple[Op, ...], programs: Iterable[int]) -> list[int]:
         """Return the programs that do ``prefix`` first."""
+        if not prefix:
+            return list(programs)
         known = self._joined.setdefault(prefix, {})
         out = []
         for program in programs:
@@ -194,7 +199,7 @@ class TransducerBuilder:
         None when the others match something, for then their matches and the first start's meet.
         """
         reader = self.reader
-        if any(kind != COPY for kind, _ in self.programs[failure.programs[failure.which[klass]]]):
+        if not self._copies[failure.programs[failure.which[klass]]]:
             return None
         others = reader.states[failure.targets[klass]].starts
         if any(found for _, found in others):
