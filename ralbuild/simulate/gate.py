@@ -31,7 +31,7 @@ USER_SLOTS = 8
 DRAWS_SHARE = 4
 """One draw is compared for so many texts."""
 AROUND_SHARE = 64
-"""One launch of `penalize` and of `feedback`, 16 slots each, for so many texts."""
+"""One launch of `penalize` (16 slots) and of `feedback` (1,000 slots) for so many texts."""
 
 
 @dataclass(frozen=True, slots=True)
