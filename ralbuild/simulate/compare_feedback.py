@@ -83,8 +83,8 @@ def _fill(arrays: _Arrays, rng: np.random.Generator, size: int) -> None:
     arrays["bias_count"][:] = rng.choice([0, 1, 40, BIAS_ROOM - 1, BIAS_ROOM], slots)
     arrays["done"][:] = rng.random(slots) < 0.2
     arrays["token"][:] = rng.integers(-1, size, slots)
-    strange = rng.random(slots) < 0.1  # no token of the row
-    arrays["token"][strange] = rng.choice([columns, columns + 1], int(strange.sum()))
+    strange = np.flatnonzero(rng.random(slots) < 0.1)  # no token of the row
+    arrays["token"][strange] = rng.choice([columns, columns + 1], len(strange))
     arrays["fst_state"][:] = rng.choice([-1, 0, 3], slots)
     arrays["step"][:] = rng.integers(1, 5, slots)
     arrays["max_steps"][:] = rng.integers(1, 9, slots)
