@@ -89,6 +89,7 @@ EQUIVALENT = (
      "the address stays within the ring, and what a masked lane loads is not stored"),
     ("sample", "off by one in a constant", r"tl\.load\(row \+ ids", r"mov\.b32.*-838860[78]",
      "minus infinity becomes NaN, which the next line of the source makes minus infinity"),
+    ("sample", "off by one in a bound", r"going & \(here > 0\)", r"setp\.ge", "state 0 of the bans leads to itself"),
     ("sample", "off by one", r"tl\.log\(", r"setp\.l[te]\.u32.*213909504[01]",
      "tests for infinity in a logarithm whose argument is finite"),
     ("sample", "off by one in a bound|swap a compare", r"tl\.log\(", r"0f00800000",
