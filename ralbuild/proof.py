@@ -106,10 +106,8 @@ def run_line(run: KernelRun) -> str:
     """Return one line on a kernel that ran, for people."""
     done = run.comparison
     state = "equal" if done.ok else "NOT equal"
-    return (
-        f"{run.kernel} for {run.arch}: {done.cases} cases, {done.launches} launches, "
-        f"{state}, {run.seconds:.1f} s"
-    )
+    took = f"the PTX of {run.same_as}" if run.same_as else f"{run.seconds:.1f} s"
+    return f"{run.kernel} for {run.arch}: {done.cases} cases, {done.launches} launches, {state}, {took}"
 
 
 def rule_text(bundle: Bundle, number: int) -> str:

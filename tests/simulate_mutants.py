@@ -10,9 +10,11 @@ their line of the PTX and of the kernel's source.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -25,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from compile_support import Shelf, specs, toolchain
 from simulate_support import kernel, module, ptx, shared_bytes
 from test_kernels_sample import ban_automaton
+from test_kernels_transduce import RandomMachine
 
 from ralbuild.compile.source_lines import SourceLines, source_lines
+from ralbuild.config.load import load_config
 from ralbuild.contract.bans import BanTable
 from ralbuild.contract.transducer import (
     COPY,
@@ -34,17 +38,18 @@ from ralbuild.contract.transducer import (
     EMIT,
     EVENT,
     STATE_BITS,
-    Transducer,
     TransducerTable,
     read_transducer,
     write_transducer,
 )
 from ralbuild.contract.transducer_table import Front
 from ralbuild.contract.vocab import read_vocab, write_vocab
+from ralbuild.fold.folding import fold
 from ralbuild.simulate.buffers import Tables
-from ralbuild.simulate.cases import random_draws
+from ralbuild.simulate.cases import Splitter, random_draws
 from ralbuild.simulate.compare import Case, Comparison, compare_transduce
 from ralbuild.simulate.compare_draws import DrawCase, compare_sample
+from ralbuild.simulate.compare_feedback import compare_around
 from ralbuild.simulate.draws import CANDIDATES
 from ralbuild.simulate.faults import PtxError
 from ralbuild.simulate.ptx.model import Module
@@ -70,12 +75,21 @@ OTHER = {
 EQUIVALENT = (
     ("", "off by one in a bound", r"^for (done|first) in range\(0, ", r"setp\.le",
      "one round more when the size is a multiple of the step: every lane of it is masked"),
-    ("", "predicate", r"^tl\.store\((fst_state|read_pos|pending_pos|output_len|token|ban_state|ban_events|step) \+ slot",
+    ("", "predicate", r"^tl\.store\((fst_state|front|read_pos|pending_pos|output_len|token|ban_\w+|draw_event|step)\b",
      r"@!?%p\d+ st\.global|^st\.global", "all threads of the block hold the same value for the same address"),
+    ("feedback", "off by one in a constant", r"^$", r"and\.b32.*, 25", "the lowest bit of a multiple of 8"),
+    ("feedback", "off by one in a constant", r"^$", r"shl\.b64.*, 33", "the high word of a sum below 2^32 is zero"),
+    ("feedback", "predicate", r"^$", r"st\.shared\.b64 \[ %r58 ",
+     "every lane of a warp holds the warp's sum, for one address"),
+    ("penalize", "off by one in a bound", r"tl\.where\(value > 0", r"setp\.ge\.f32",
+     "zero stays zero, whether divided or multiplied"),
+    ("penalize|feedback", "no predicate", r"tl\.load\(", r"^ld\.global",
+     "the address stays in its buffer, and what a lane that is off loads is not used"),
     ("transduce", "no predicate", r"tl\.load\(ring \+", r"ld\.global",
      "the address stays within the ring, and what a masked lane loads is not stored"),
     ("sample", "off by one in a constant", r"tl\.load\(row \+ ids", r"mov\.b32.*-838860[78]",
      "minus infinity becomes NaN, which the next line of the source makes minus infinity"),
+    ("sample", "off by one in a bound", r"going & \(here > 0\)", r"setp\.ge", "state 0 of the bans leads to itself"),
     ("sample", "off by one", r"tl\.log\(", r"setp\.l[te]\.u32.*213909504[01]",
      "tests for infinity in a logarithm whose argument is finite"),
     ("sample", "off by one in a bound|swap a compare", r"tl\.log\(", r"0f00800000",
@@ -213,7 +227,7 @@ def chain_table() -> TransducerTable:
 
 def chain_work(bans: BanTable) -> tuple[Tables, list[Case]]:
     """Copies of every length around one and two steps of a warp, in the text and at its end."""
-    lengths = [0, 1, 2, *range(30, 36), *range(62, LONGEST)]
+    lengths = [0, 1, 2, *range(31, 35), *range(63, LONGEST, 2)]
     texts = [bytes(3 * (1 + (length + k) % 80) for k in range(length)) for length in lengths]
     words = [text + end for text in texts for end in (b"", b"\1", b"\2")]
     vocab = read_vocab(write_vocab([*words, b""]), "chain")
@@ -221,18 +235,63 @@ def chain_work(bans: BanTable) -> tuple[Tables, list[Case]]:
     return tables, [Case(0, (token, len(words))) for token in range(len(words))]
 
 
-def late_ends(tables: Tables, rng: random.Random) -> list[Case]:
-    """Short texts, half of them ended while more bytes are held back than a warp has lanes."""
-    machine = Transducer(tables.transducer)
-    found: list[tuple[int, Case]] = []
-    for number in range(3000):
-        profile = rng.randrange(PROFILES)
-        tokens = [rng.randrange(316) for _ in range(rng.randint(0, 3))]
-        text = machine.start(profile)
-        for token in tokens:
-            text.feed(tables.vocab[token])
-        found.append((len(text.pending), Case(profile, (*tokens, 316 + number % 2))))
-    return [case for _, case in [*sorted(found, key=lambda item: -item[0])[:64], *found[:64]]]
+RULES_OF_ALL_KINDS = """
+version: "0.3"
+model: "m"
+actions:
+  guard:
+    redact: [{text: "acct", whole_words: true}, {kind: card, with: "[card]"}, {kind: iban, with: "[iban]"}]
+    append: " ."
+routing: {rules: [{match: "a", action: "guard"}]}
+postprocessing:
+  stop: ["STOP", "TOP SECRET"]
+  spans: [{open: "<t>", close: "</t>", do: drop}, {name: raw, open: "<raw>", close: "</raw>", do: exempt}]
+  output_transformers:
+    - {name: "html_enhancer", config: {bold_terms: ["risk", "\u98ce\u9669"], escape: true}}
+"""
+PIECES = [
+    *(text.encode() for text in (
+        "risk", " risk ", "\u98ce\u9669", "\u00e9risk", "risk\U0001f642", "\U00020000risk", "acct", "acct\u00e9", "<t>", "</t>",
+        "<raw>risk</raw>", "<t", "STO", "STOP", "TOP SECRE", "4111 1111 1111 1111", "4111-1111-1111-1112", "378282246310005",
+        "5555555555554444", "41111111111111111", "GB82 WEST 1234 5698 7654 32", "gb82west12345698765432",
+        "DE89370400440532013000", "DE89370400440532013001", "NO9386011117947", "\ufffd", "\u0378", "\ud7ff", "\u07ff", "\u0800",
+        "\uffff", "\U0010ffff", "\u0301", "&", " ", "x",
+    )),
+    b"\xe0\x9f\xbf", b"\xed\xa0\x80", b"\xf0\x8f\x80\x80", b"\xf4\x90\x80\x80", b"\xc1\x80", b"\xf5\x80", b"\xe9\xa3", b"\xf0\x9f\x99",
+    b"\xc3", b"\x80risk", b"\xe9risk", b"\xf0\x9frisk", b"\xf0\x9f\x99risk", b"\xff",
+]  # fmt: skip
+"""Texts around rules of every kind: right and wrong checksums, characters of every length, cut and broken ones."""
+
+
+def folded_work(bans: BanTable) -> tuple[Tables, list[Case]]:
+    """Compiled rules of every kind over texts of `PIECES`, cut into tokens of one to three bytes or long ones."""
+    rng = random.Random(6)
+    cut = {piece[at : at + 3] for piece in PIECES for at in range(0, len(piece), 2)}
+    words = sorted({bytes([byte]) for byte in range(256)} | cut | set(PIECES))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "c.yaml"
+        path.write_text(RULES_OF_ALL_KINDS)
+        folded = fold(load_config(path), [*words, b""])
+    vocab = read_vocab(write_vocab([*words, b""], strips=True), "folded")
+    tables = Tables(read_transducer(folded.transducer, "folded"), bans, vocab, (len(words),))
+    split, cases = Splitter(vocab), []
+    texts = [piece + after for piece, after in zip(PIECES, itertools.cycle((b"", b" acct")), strict=False)]
+    texts += [b" " + b"".join(rng.choices(PIECES, k=3)) for _ in range(64 - len(texts))]
+    for number, text in enumerate(texts):
+        tokens = split.greedy(text) if number % 3 else split.any_way(text, rng)
+        profile = number % 5 % len(tables.transducer.starts)
+        cases.append(Case(profile, (*tokens[:16], len(words))))
+    return tables, cases
+
+
+def random_front_work(bans: BanTable, seed: int) -> tuple[Tables, list[Case]]:
+    """Markers and kinds that no rule would give."""
+    rng = random.Random(seed)
+    words = [rng.randbytes(rng.randint(0, 11)) for _ in range(60)]
+    vocab = read_vocab(write_vocab([*words, b""]), "front")
+    tables = Tables(RandomMachine(seed).table, bans, vocab, (60,))
+    tokens = [[rng.randrange(60) for _ in range(rng.randint(1, 4))] for _ in range(48)]
+    return tables, [Case(number % 3, (*found, 60)) for number, found in enumerate(tokens)]
 
 
 def transduce_work() -> Callable[[Module], Comparison]:
@@ -259,19 +318,29 @@ def transduce_work() -> Callable[[Module], Comparison]:
             rng.randrange(PROFILES),
             (*[rng.randrange(316) for _ in range(rng.randint(0, 2))], 316 + number % 2),
         )
-        for number in range(128)
+        for number in range(64)
     ]
     edge_words = [b"\1" + bytes([4 * (k % 60)]) * k + b"\2\3" for k in range(30, 40)]
     edge_words += [b"\0\1\2\3", b"\1\1"]
     count = len(edge_words)
     edges = Tables(edge_table(), bans, read_vocab(write_vocab([*edge_words, b""]), "edges"), (count,))
     edge_cases = [Case(0, (number, count - 2, (number + 3) % count, count)) for number in range(count)]
-    options = Options(races=True, step_limit=40_000)
-    quiet = Options(step_limit=200_000)
+    options = Options(races=True, step_limit=20_000)
+    quiet = Options(step_limit=20_000)
     one_end = replace(tables, eos_ids=(316,))
     chain, chain_cases = chain_work(bans)
-    stages = ((chain, chain_cases, quiet, len(chain_cases)), (tables, cases, options, 32), (edges, edge_cases, options, count), (tables, ends, quiet, 128),
-              (one_end, cases[4:10], options, 6))  # fmt: skip
+    folded, texts = folded_work(bans)
+    front, front_texts = random_front_work(bans, 3)
+    stages = (
+        (folded, texts, quiet, len(texts)),
+        (front, front_texts, quiet, len(front_texts)),
+        (chain, chain_cases, quiet, len(chain_cases)),
+        (tables, cases[:3] + cases[4:11], options, 10),
+        (tables, cases, quiet, 32),
+        (edges, edge_cases, options, count),
+        (tables, ends, quiet, 64),
+        (one_end, cases[4:10], options, 6),
+    )
 
     def work(parsed: Module) -> Comparison:
         return first_failure(
@@ -371,7 +440,7 @@ def sample_work() -> Callable[[Module], Comparison]:
         top_p = [1.0, 0.5][k % 2]
         draws.append(replace(draws[0], logits=logits, temperature=float(k % 3), top_p=top_p))
     options = Options(shared=shared_bytes("sample"), races=True, step_limit=40_000)
-    quiet = Options(shared=shared_bytes("sample"), step_limit=400_000)
+    quiet = Options(shared=shared_bytes("sample"), step_limit=40_000)
     nothing_banned = Tables(fst, ban_automaton([b"zzzz"]), tables.vocab, (3,))
     stages = [(tables, draws, options, 32)]
     for size in (1104, 1324, 1624, 2044):
@@ -381,16 +450,61 @@ def sample_work() -> Callable[[Module], Comparison]:
         stages.append((same, decisive_draws(size + 37, size, edges), quiet, 64))
         if size == 1104:
             stages.append((same, fine_draws(size + 37, size), quiet, 64))
+    wide = read_vocab(write_vocab([*words, *(word + b" " for word in words), *words[:300]]), "wide")
+    hard = [b"b" + word for word in words[:1000]] + words[:20]
+    stages += [
+        (Tables(fst, bans, read_vocab(write_vocab(hard), "walls"), (1019,)), walls(bans, hard), quiet, 8),
+        (Tables(fst, bans, wide, (3, 7)), cut_draws(len(wide)), quiet, 64),
+    ]
     flat = read_vocab(write_vocab([b"a"] * 66_000), "flat")
     even = DrawCase(np.zeros(66_000, np.float32), 1.0, 0.6, 3, 1, 1)
     stages.append((Tables(fst, nothing_banned.bans, flat, (3,)), [even], quiet, 1))
-    hard = [b"b" + word for word in words[:1000]] + words[:20]
-    stages.append(
-        (Tables(fst, bans, read_vocab(write_vocab(hard), "walls"), (1019,)), walls(bans, hard), quiet, 8)
-    )
 
     def work(parsed: Module) -> Comparison:
         return first_failure(partial(compare_sample, parsed, kernel("sample"), *stage) for stage in stages)
+
+    return work
+
+
+def cut_draws(size: int) -> list[DrawCase]:
+    """Rows of more than one pass of a scan, cut by top_k, top_p and min_p, with ties at the edge; an `allow`."""
+    rng = np.random.default_rng(9)
+    out = []
+    for k in range(12):
+        logits = (rng.integers(-40, 40, size + 37) / 8).astype(np.float32)
+        logits[size:] = 50.0
+        logits[rng.integers(0, size, 5)] = np.nan
+        out.append(
+            DrawCase(
+                logits,
+                [0.7, 1.3, 0.7, 0.0][k % 4],
+                [1.0, 0.8, 0.5][k % 3],
+                31 * k,
+                k,
+                1 + k % 4,
+                0,
+                [0, 40, 700, size - 1, 1][k % 5],
+                [0.0, 0.2, 0.02][k // 2 % 3],
+                int(k % 2),
+            )
+        )
+    return out
+
+
+def around_work(name: str, sizes: Sequence[tuple[int, int, int]]) -> Callable[[Module], Comparison]:
+    """Random slots: (launches, slots, tokens), one after another."""
+    bans, fst = ban_automaton([b"ab"]), edge_table()
+    options = Options(shared=shared_bytes(name), races=True, step_limit=40_000)
+    stages = [
+        (Tables(fst, bans, read_vocab(write_vocab([b"a"] * tokens), "around"), (3,)), launches, slots)
+        for launches, slots, tokens in sizes
+    ]
+
+    def work(parsed: Module) -> Comparison:
+        return first_failure(
+            partial(compare_around, parsed, kernel(name), tables, launches, seed, options, slots=slots)
+            for seed, (tables, launches, slots) in enumerate(stages)
+        )
 
     return work
 
@@ -470,7 +584,7 @@ def why_equivalent(mutant: Mutant) -> str:
     source = source_text(mutant.kernel, mutant.line)
     for name, kind, place, changed, reason in EQUIVALENT:
         if (
-            name in ("", mutant.kernel)
+            re.fullmatch(name or ".*", mutant.kernel)
             and re.search(kind, mutant.kind)
             and re.search(place, source)
             and re.search(changed, mutant.after.strip())
@@ -508,7 +622,14 @@ def chosen(name: str, count: int, seed: int) -> list[Mutant]:
     return out[:count]
 
 
-WORK = {"transduce": transduce_work, "sample": sample_work}
+WORK = {
+    "transduce": transduce_work,
+    "sample": sample_work,
+    "penalize": partial(
+        around_work, "penalize", [(2, 16, 4500), *((1, 16, 100 + 257 * k) for k in range(8))]
+    ),
+    "feedback": partial(around_work, "feedback", [(1, 964 - 129 * k, 60) for k in range(8)]),
+}
 
 
 @dataclass(slots=True)
@@ -531,7 +652,7 @@ def run_mutants(name: str, count: int, seed: int, tell: Callable[[str], None] = 
     assert clean.ok, (clean.difference, clean.fault, clean.races)
     tally = Tally()
     for number, mutant in enumerate(chosen(name, count, seed)):
-        if number and number % 10 == 0:
+        if number and number % 5 == 0:
             tell(f"{name}: {number} mutants, {sum(tally.caught.values())} of {tally.total} caught")
         reason = why_equivalent(mutant)
         how = "" if reason else caught_by(mutant, work)

@@ -133,6 +133,28 @@ def test_a_kernel_that_is_wrong_fails_the_command_and_names_the_rule() -> None:
     assert caught.value.problems[0].place == "transduce for sm_80"
 
 
+def test_ptx_that_differs_in_its_target_alone_is_run_once_and_any_other_difference_by_itself() -> None:
+    done = build()
+    right = compiled("feedback").ptx
+    texts = {
+        "sm_80": right,
+        "sm_86": right.replace(b".target sm_80", b".target sm_86"),
+        "sm_89": right.replace(b".target sm_80", b".target sm_89").replace(b", 32767;", b", 32766;", 1),
+    }
+    assert len(set(texts.values())) == 3
+    kernel = next(kernel for kernel in done.bundle.kernels if kernel.name == "feedback")
+    item = kernel.objects[0]
+    refs = {arch: ObjectRef(sha256_hex(text), len(text)) for arch, text in texts.items()}
+    several = replace(kernel, objects=tuple(replace(item, arch=arch, ptx=ref) for arch, ref in refs.items()))
+    bundle = replace(done.bundle, kernels=(several,))
+    objects = done.objects | {refs[arch].sha256: text for arch, text in texts.items()}
+    runs = simulate_bundle(bundle, objects, Work(cases=64))
+    assert [(run.arch, run.same_as, run.ptx_sha256) for run in runs] == [
+        (arch, "sm_80" if arch == "sm_86" else "", refs[arch].sha256) for arch in texts
+    ]
+    assert [run.comparison.cases for run in runs] == [1000, 1000, 1000]
+
+
 def test_ptx_that_is_not_understood_is_refused_with_its_line() -> None:
     done = build()
     text = compiled("transduce").ptx.replace(b"bar.sync", b"bar.red.sync", 1)

@@ -699,3 +699,22 @@ def test_lane_masks_and_special_registers() -> None:
              "lanemask_ge": lambda t: M32 ^ ((1 << t % 32) - 1), "lanemask_eq": lambda t: 1 << t % 32}  # fmt: skip
     for name, wanted in names.items():
         assert warp_results(f"mov.u32 %r2, %{name};", [0] * 64) == [wanted(t) for t in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "cut"),
+    [
+        ("u32", "0xffffffffffffffff", 0xFFFFFFFF),
+        ("s32", "-1", 0xFFFFFFFF),
+        ("u32", "0x123456789", 0x23456789),
+        ("u16", "70000", 4464),
+        ("u64", "0x8000000000000001", 0x8000000000000001),
+    ],
+)
+def test_a_constant_that_is_too_wide_is_cut(kind: str, written: str, cut: int) -> None:
+    """PTX ISA 4.5.1 and 4.5.5: constants have 64 bits and are truncated; ptxas gives the same cubin for both."""
+    bits = int(kind[1:])
+    found = np.zeros(1, f"u{bits // 8}")
+    register = {16: "%h1", 32: "%r1", 64: "%rd5"}[bits]
+    run(program(f"mov.{kind} {register}, {written};\nst.global.b{bits} [%rd0], {register};\nret;"), found)
+    assert found[0] == cut

@@ -64,10 +64,10 @@ def random_tables(seed: int) -> Tables:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("sample", ["finance", "redaction"])
 def test_transduce_equals_the_executor_over_folded_rules(sample: str, arch: str) -> None:
-    """96 texts where races are watched for; 32 on the others, whose PTX is the same text."""
+    """64 texts where races are watched for; 8 on the others, whose PTX is the same text."""
     tables, rules = folded_tables(sample)
     races = arch == "sm_80"
-    count = 96 if races else 32
+    count = 64 if races else 8
     found = random_cases(tables, rules, count, 3 if races else int(arch[3:]))
     cases = [Case(case.profile, case.tokens[:24]) for case in found]
     result = compare_transduce(
@@ -103,7 +103,7 @@ def test_the_result_does_not_depend_on_the_wave_or_on_garbage() -> None:
 def test_sample_draws_what_the_formulas_say(arch: str) -> None:
     tables, _ = folded_tables("finance")
     races = arch == "sm_80"
-    count = 32 if races else 8  # their PTX is the same but for its target
+    count = 32 if races else 4  # their PTX is the same but for its target
     options = Options(shared=shared_bytes("sample", arch), races=races)
     result = compare_sample(
         module("sample", arch), kernel("sample"), tables, random_draws(tables, count, 7), options
@@ -130,13 +130,13 @@ def test_sample_keeps_banned_phrases_out() -> None:
     assert result.difference is None
 
 
-@pytest.mark.parametrize("name", ["penalize", "feedback"])
-def test_what_stands_around_the_draw_equals_plain_numpy(name: str) -> None:
+@pytest.mark.parametrize(("name", "slots"), [("penalize", 16), ("feedback", 1000)])
+def test_what_stands_around_the_draw_equals_plain_numpy(name: str, slots: int) -> None:
     tables, _ = folded_tables("finance")
     options = Options(shared=shared_bytes(name), races=True)
     result = compare_around(module(name), kernel(name), tables, 3, 5, options)
     assert (result.difference, result.fault, result.races) == (None, None, ())
-    assert (result.cases, result.ok) == (48, True)
+    assert (result.cases, result.ok) == (3 * slots, True)
 
 
 def test_the_reference_draw_equals_the_tests_own() -> None:
@@ -180,14 +180,14 @@ def test_a_wrong_kernel_is_named_by_case_token_state_and_rule() -> None:
     """Slots take half of the output each should have: the second slot's text lands in the first one's row."""
     tables, rules = folded_tables("finance")
     cases = [text_case(tables, b"the risk. ", 0)] * 2
-    wrong = broken("transduce", ", %r18, 12;", ", %r18, 11;")
+    wrong = broken("transduce", ", %r62, 12;", ", %r62, 11;")
     result = compare_transduce(wrong, kernel("transduce"), tables, cases, Options(), 2)
     difference = result.difference
     assert difference is not None
     assert (difference.buffer, difference.case, difference.slot) == ("output", 0, 0)
     assert difference.token == cases[0].tokens[difference.step]
     assert "from byte 2040" in difference.found
-    late = broken("transduce", "atom.global.gpu.acq_rel.add.u32", "atom.global.gpu.acq_rel.min.u32", 2)
+    late = broken("transduce", "atom.global.gpu.acq_rel.add.u32", "atom.global.gpu.acq_rel.min.u32", -1)
     difference = compare_transduce(late, kernel("transduce"), tables, cases, Options(), 2).difference
     assert difference is not None
     assert (difference.buffer, difference.wanted, difference.found) == ("rule_events", "2", "0")

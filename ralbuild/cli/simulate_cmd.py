@@ -148,6 +148,7 @@ def _answer(run: KernelRun, bundle: Bundle, paired: bool | None, lines: SourceLi
         "kernel": run.kernel,
         "arch": run.arch,
         "ptx": f"sha256:{run.ptx_sha256}",
+        "same_ptx_as": run.same_as or None,
         "ok": done.ok,
         "cubin_is_of_this_ptx": paired,
         "cases": done.cases,
@@ -176,6 +177,8 @@ def _text_answer(answer: dict[str, Any]) -> str:
         f"{answer['kernel']:<16} {answer['arch']}  {word:<6} {answer['cases']:>6} cases  "
         f"{launches:>5} launches  {count // launches:>9,} warp instructions a launch"
     )
+    if answer["same_ptx_as"]:
+        line += f", PTX of {answer['same_ptx_as']}"
     rows = [f"  printed: {text.rstrip()}" for text in answer["printed"]]
     if "profile" not in answer:
         return "\n".join([line, *rows])

@@ -30,7 +30,6 @@ def penalize(
     """Add biases, then penalise the ids that occurred before, in the row of slot ``program_id(0)``."""
     slot = tl.program_id(0)
     if tl.load(done + slot) == 0:
-        lane = tl.arange(0, BLOCK)
         row = logits + slot.to(tl.int64) * vocab_size
         size = tl.minimum(tokenizer_size, vocab_size)
         entries = tl.load(bias_count + slot)
@@ -38,18 +37,17 @@ def penalize(
         presence = tl.load(presence_penalty + slot)
         frequency = tl.load(frequency_penalty + slot)
         if entries > 0:
-            for first in range(0, entries, BLOCK):
-                at = first + lane
-                ids = tl.load(bias_ids + slot * ROOM + at, mask=at < entries, other=0)
-                keep = (at < entries) & (ids >= 0) & (ids < size)
-                value = tl.load(row + ids, mask=keep, other=0.0)
-                bias = tl.load(bias_values + slot * ROOM + at, mask=keep, other=0.0)
-                tl.store(row + ids, value + bias, mask=keep)
+            at = tl.arange(0, ROOM)
+            ids = tl.load(bias_ids + slot * ROOM + at, mask=at < entries, other=-1)
+            keep = (ids >= 0) & (ids < size)
+            value = tl.load(row + ids, mask=keep, other=0.0)
+            bias = tl.load(bias_values + slot * ROOM + at, mask=keep, other=0.0)
+            tl.store(row + ids, value + bias, mask=keep)
             tl.debug_barrier()
         if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
             count_row = counts + slot.to(tl.int64) * vocab_size
             for first in range(0, size, BLOCK):
-                ids = first + lane
+                ids = first + tl.arange(0, BLOCK)
                 count = tl.load(count_row + ids, mask=ids < size, other=0).to(tl.int32)
                 seen = count != 0
                 drawn = count & 0x7FFF

@@ -98,9 +98,8 @@ class Binder:
 
     @staticmethod
     def _check_immediate(value: int, kind: str) -> None:
-        """ptxas cuts a constant that is too wide; nothing that is compiled has one."""
-        bits = BITS[kind]
-        if kind in ("f16", "bf16", "f32", "f64") or not -(1 << bits) < value < 1 << bits:
+        """A whole-number constant has 64 bits and is cut to the operand's width (PTX ISA 4.5.1 and 4.5.5)."""
+        if kind in ("f16", "bf16", "f32", "f64") or not -(1 << 63) <= value < 1 << 64:
             raise ValueError(f"{value} is no constant of .{kind}")
 
     def _predicate(self, value: bool) -> Array:

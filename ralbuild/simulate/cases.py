@@ -126,7 +126,7 @@ def random_draws(tables: Tables, count: int, seed: int) -> list[DrawCase]:
             logits[spoiled] = [np.nan, -np.inf, 30.0, 30.0]
         logits[len(tables.vocab) :] = 50.0  # columns that are no token
         if number % 3 == 2:  # one token at an edge of the kernel's passes decides
-            edge = int(rng.integers(0, len(tables.vocab) // _PASS + 1)) * _PASS
+            edge = int(rng.integers(0, -(-min(columns, len(tables.vocab)) // _PASS))) * _PASS
             logits[max(0, edge - number % 2)] = 9.0
         if number % 17 == 3:
             logits[:] = rng.choice([0.0, -np.inf])

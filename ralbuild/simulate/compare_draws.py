@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from ralbuild.simulate.ptx.model import Module
 from ralbuild.simulate.services import Observer
 from ralbuild.simulate.session import Argument, Options, Session
 
+_Wrong: TypeAlias = "tuple[str, str, str]"
 TIE = 4e-6
 """Scores nearer than this, relative to their size, may change places: `exp`, `log` and fused multiply-adds
 of a device and of NumPy may differ in the last bit (docs/kernels.md)."""
@@ -97,7 +99,7 @@ def _fill(state: dict[str, Argument], batch: Sequence[DrawCase]) -> None:
 
 def _check_draw(
     state: dict[str, Argument], tables: Tables, slot: int, case: DrawCase, result: Comparison
-) -> tuple[str, str, str] | None:
+) -> _Wrong | None:
     """Return (wanted, found, buffer) of the first difference of a slot."""
 
     def found(name: str) -> int:
@@ -105,41 +107,63 @@ def _check_draw(
         assert isinstance(array, np.ndarray)
         return int(array[slot])
 
+    row = state["logits"]
+    assert isinstance(row, np.ndarray)
     if case.done:
         wanted = {"token": -1, "ban_state": case.ban_state, "ban_events": 0, "step": case.step}
-    else:
-        row = Draw(
-            case.logits,
-            len(tables.vocab),
-            case.temperature,
-            case.top_p,
-            case.seed,
-            case.step,
-            tables.eos_ids[0],
-            case.top_k,
-            case.min_p,
-            bool(case.ban_strict),
-        )
-        drawn = draw(row, partial(_legal, tables, case))
-        token = found("token")
-        if token != drawn.token and _tied(drawn.scores, token, drawn.token):
-            result.ties += 1
-            return None
-        moved = case.ban_state
-        if drawn.event < 2 and drawn.token not in tables.eos_ids:
-            moved = _walk(tables.bans, moved, tables.vocab[drawn.token])
-        wanted = {
-            "token": drawn.token,
-            "ban_state": moved,
-            "ban_events": drawn.refused,
-            "draw_event": drawn.event,
-            "step": case.step + 1,
-        }
-        result.tokens += 1
+        return _first_wrong(wanted, found) or _wrong_row(row[slot], case.logits)
+    drawn = draw(_draw_of(case, tables), partial(_legal, tables, case))
+    token = found("token")
+    if token != drawn.token and _tied(drawn.scores, token, drawn.token):
+        result.ties += 1
+        return None
+    moved = case.ban_state
+    if drawn.event < 2 and drawn.token not in tables.eos_ids:
+        moved = _walk(tables.bans, moved, tables.vocab[drawn.token])
+    wanted = {
+        "token": drawn.token,
+        "ban_state": moved,
+        "ban_events": drawn.refused,
+        "draw_event": drawn.event,
+        "step": case.step + 1,
+    }
+    result.tokens += 1
+    logits = case.logits
+    if drawn.legal is not None:
+        logits = logits.copy()
+        logits[: len(drawn.legal)][~drawn.legal] = -np.inf
+    return _first_wrong(wanted, found) or _wrong_row(row[slot], logits)
+
+
+def _draw_of(case: DrawCase, tables: Tables) -> Draw:
+    return Draw(
+        case.logits,
+        len(tables.vocab),
+        case.temperature,
+        case.top_p,
+        case.seed,
+        case.step,
+        tables.eos_ids[0],
+        case.top_k,
+        case.min_p,
+        bool(case.ban_strict),
+    )
+
+
+def _first_wrong(wanted: Mapping[str, int], found: Callable[[str], int]) -> _Wrong | None:
     for name, value in wanted.items():
         if found(name) != value:
             return str(value), str(found(name)), name
     return None
+
+
+def _wrong_row(found: Array, wanted: Array) -> _Wrong | None:
+    """Compare a row bit for bit: what is masked is minus infinity, all else is as it was."""
+    wrong = np.flatnonzero(found.view(np.uint32) != wanted.view(np.uint32))
+    if not len(wrong):
+        return None
+    at = int(wrong[0])
+    return f"{wanted[at]} for id {at}", str(found[at]), "logits"
 
 
 def _legal(tables: Tables, case: DrawCase, token: int) -> bool:

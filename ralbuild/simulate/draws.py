@@ -41,13 +41,14 @@ class Drawn:
     """The token, how many candidates were refused before it, and every score, for near ties.
 
     ``event`` is 1 when the whole row was masked; 2 when no token was legal as well: the token is then
-    ``eos_id``, and the ban automaton stays.
+    ``eos_id``, and the ban automaton stays. ``legal`` is the mask, a bool a token; None for no mask.
     """
 
     token: int
     refused: int
     scores: Array
     event: int = 0
+    legal: Array | None = None
 
 
 def draw(row: Draw, legal: Callable[[int], bool]) -> Drawn:
@@ -67,13 +68,14 @@ def draw(row: Draw, legal: Callable[[int], bool]) -> Drawn:
             if legal(token):
                 return Drawn(token, refused, score)
             refused += 1
-    value = np.where([legal(token) for token in range(size)], value, np.float32(-np.inf))
+    mask = np.array([legal(token) for token in range(size)], np.bool_)
+    value = np.where(mask, value, np.float32(-np.inf))
     score = np.where(value > -np.inf, score, np.float32(-np.inf))
     for floor in [*floors, _floor(row, value)]:
         found = _ranked(score, value >= floor)
         if found:
-            return Drawn(found[0], refused, score, event=1)
-    return Drawn(row.eos_id, refused, score, event=2)
+            return Drawn(found[0], refused, score, 1, mask)
+    return Drawn(row.eos_id, refused, score, 2, mask)
 
 
 def _ranked(score: Array, kept: Array) -> list[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,11 +28,12 @@ from ralbuild.simulate.ptx.model import Module
 from ralbuild.simulate.ptx.parser import parse_module
 from ralbuild.simulate.session import Argument, Options, Session
 
+_TARGET = re.compile(r"(?m)^\.target sm_\w+$")
 USER_SLOTS = 8
 DRAWS_SHARE = 4
 """One draw is compared for so many texts."""
 AROUND_SHARE = 64
-"""One launch of `penalize` and of `feedback`, 16 slots each, for so many texts."""
+"""One launch of `penalize` (16 slots) and of `feedback` (1,000 slots) for so many texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class KernelRun:
-    """One kernel on one architecture: what came of it, and how long it took in seconds."""
+    """One kernel on one architecture: what came of it, and how long it took in seconds.
+
+    ``same_as`` names the architecture whose run this is, when the PTX is the same but for its target.
+    """
 
     kernel: str
     arch: str
@@ -69,6 +74,7 @@ class KernelRun:
     comparison: Comparison
     seconds: float
     profile: Profile | None = None
+    same_as: str = ""
 
 
 @dataclass(slots=True)
@@ -122,15 +128,26 @@ def simulate_bundle(
     """
     chosen = chosen_objects(bundle, work)
     content = _Content(bundle, objects)
-    done = []
+    done: list[KernelRun] = []
+    known: dict[tuple[str, str, int], KernelRun] = {}
     for kernel, item in chosen:
         started = time.perf_counter()
-        module = parse_module(content.read(item.ptx.sha256).decode("ascii", "replace"))
+        text = content.read(item.ptx.sha256).decode("ascii", "replace")
+        key = (kernel.name, _TARGET.sub("", text, count=1), item.shared_bytes)
+        if key in known:  # the same instructions over the same cases: the simulator knows no architecture
+            same = known[key]
+            done.append(
+                replace(same, arch=item.arch, ptx_sha256=item.ptx.sha256, seconds=0.0, same_as=same.arch)
+            )
+            report(done[-1])
+            continue
+        module = parse_module(text)
         profiler = Profiler() if work.profiled else None
         comparison = _run(content, module, kernel, item, work, profiler)
         seconds = time.perf_counter() - started
         profile = profiler.result(module, kernel.entry, comparison.launches) if profiler else None
         done.append(KernelRun(kernel.name, item.arch, item.ptx.sha256, comparison, seconds, profile))
+        known[key] = done[-1]
         report(done[-1])
     return done
 
