@@ -75,7 +75,12 @@ def tensors(change: Callable[[dict[str, Any]], Any], file: str = ONE) -> Change:
 
 def write(name: str, content: bytes | str) -> Change:
     data = content.encode() if isinstance(content, str) else content
-    return lambda folder: (folder / name).write_bytes(data)
+
+    def apply(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+
+    return apply
 
 
 def header(change: Callable[[dict[str, Any]], Any], *, extra: bytes = b"", pad: int | None = None) -> Change:
@@ -462,6 +467,9 @@ CODE: list[tuple[str, str | None, Change]] = [
     ("experts from a repository", "W702", config(experts_implementation="org/kernel:fn")),
     ("a Python file", "W701", write("modeling_llama.py", "boom")),
     ("a compiled library", "W701", write("kernel.so", b"\x7fELF")),
+    ("a Python file in a folder", "W701", write("custom/deep/modeling_llama.py", "boom")),
+    ("a Python file of git's own", None, write(".git/hooks/update.py", "boom")),
+    ("other files in a folder", None, write("onnx/model.onnx", "x")),
     ("GPTQ in the config, but plain weights", "W708", config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})),
     ("AWQ in the config, but plain weights", "W708", config(quantization_config={"quant_method": "awq", "bits": 4})),
     ("FP8 in the config, but plain weights", "W708", config(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})),

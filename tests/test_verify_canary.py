@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from model_factory import edit_json, edit_tensors
 from test_weights_families import above_info, save, verify
 
+from ralbuild.cli.main import main
 from ralbuild.contract.codec import to_plain
 from ralbuild.errors import HostError, WeightsError
 from ralbuild.weights import child
@@ -122,7 +124,19 @@ def test_a_place_that_cannot_hold_the_file_is_known_before_the_model_runs(
         write_canary(tmp_path, Path(file))
 
 
+@pytest.mark.parametrize(("action", "code"), [("check", 3), ("write", 7)])
+def test_a_wrong_canary_file_is_known_before_the_weights_are_read(
+    action: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ralbuild.pipeline.check_model", lambda *_, **__: pytest.fail("weights were read"))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for file in (tmp_path / "no" / "c.json", tmp_path, *([pipe] if action == "check" else [])):
+        assert main(["verify", "--quiet", "--model", str(tmp_path), "--canary", action, str(file)]) == code
+
+
 def test_a_missing_extra_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(Path(child.__file__).with_name("bound_worker.py"), tmp_path)
     worker = tmp_path / "model_worker.py"
     worker.write_text("import transformers_is_not_here\n")
     monkeypatch.setattr(child, "__file__", str(tmp_path / "child.py"))

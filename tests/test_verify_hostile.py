@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bounds import bounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_factory import edit_json, write_model
@@ -48,6 +49,11 @@ def verify(folder: Path) -> Verdict:
 
 def ids(verdict: Verdict) -> set[str]:
     return {item.rule.id for item in verdict.findings}
+
+
+def write_below(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("raise SystemExit")
 
 
 def replace(folder: Path, name: str) -> Path:
@@ -103,7 +109,8 @@ def test_each_hostile_folder_has_its_finding(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent / "xdg"))
     change(model)
-    assert main(["verify", "--quiet", "--json", "--model", str(model)]) in (0, 3)
+    with bounded():
+        assert main(["verify", "--quiet", "--json", "--model", str(model)]) in (0, 3)
     out = capsysbinary.readouterr().out.decode()
     assert expected in {item["id"] for item in json.loads(out)["findings"]}
     assert "\x1b" not in out
@@ -118,6 +125,28 @@ def test_a_folder_of_many_files_is_refused_before_they_are_looked_at(
     assert "W226" in ids(verify(model))
     monkeypatch.setattr(files, "MOST_ENTRIES", 100)
     assert "W226" not in ids(verify(model))
+    for number in range(101):
+        write_below(model / "below" / f"{number % 3}" / f"{number}.txt")
+    assert "W226" in ids(verify(model))
+
+
+def test_code_in_folders_is_found_however_deep_and_behind_no_link(model: Path, tmp_path: Path) -> None:
+    deep = model
+    for _ in range(1200):  # Python's own walk of a tree calls itself for each
+        deep /= "d"
+        deep.mkdir()
+    write_below(deep / "x.py")
+    write_below(tmp_path / "elsewhere" / "y.py")
+    (model / "d" / "link").symlink_to(tmp_path / "elsewhere")
+    (model / "d" / "circle").symlink_to(model)
+    (model / "d" / "z.so").symlink_to("/nowhere")
+    os.mkfifo(model / "d" / "pipe.py")
+    found = {item.file for item in verify(model).findings if item.rule.id == "W701"}
+    assert found == {"d/pipe.py", "d/z.so", str((deep / "x.py").relative_to(model))}
+    (deep / "x.py").unlink()
+    while deep != model / "d":  # Python's own removal of a tree calls itself too
+        deep.rmdir()
+        deep = deep.parent
 
 
 def test_a_model_path_that_is_too_long_or_a_circle_is_one_error(
@@ -287,11 +316,13 @@ def test_members_refuse_what_is_no_object(data: st.DataObject, window: int) -> N
         except FormatError:
             expected = None
         if isinstance(expected, dict):
-            assert dict(read_members(bytes(text))) == expected
+            with bounded():
+                assert dict(read_members(bytes(text))) == expected
         else:
             # A duplicate key is for the caller to find: members come one by one.
             try:
-                keys = [key for key, _ in read_members(bytes(text))]
+                with bounded():
+                    keys = [key for key, _ in read_members(bytes(text))]
             except FormatError:
                 return
             assert len(set(keys)) < len(keys)
@@ -301,5 +332,6 @@ def test_members_refuse_what_is_no_object(data: st.DataObject, window: int) -> N
 @settings(max_examples=200, deadline=None)
 def test_no_bytes_of_a_json_file_give_anything_but_an_object_or_a_finding(data: bytes) -> None:
     findings = Findings()
-    value = read_json(data, "config.json", findings)
+    with bounded():
+        value = read_json(data, "config.json", findings)
     assert (value is None) == findings.failed

@@ -14,6 +14,7 @@ from ralbuild.errors import UsageError, WeightsError
 
 if TYPE_CHECKING:
     from ralbuild.pipeline import Checks
+    from ralbuild.weights.canary import Canary
     from ralbuild.weights.scan import Verdict
 
 
@@ -51,22 +52,40 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("needs --model DIR", hint="see `ralbuild verify --help`")
     from ralbuild.pipeline import check_config, check_model
 
-    if options.canary and options.canary[0] not in ("write", "check"):
-        raise UsageError(f"needs write or check, found {options.canary[0]!r}", place="--canary")
+    recorded = _recorded(*options.canary) if options.canary else None
     checks = chosen_checks(options)
     loaded = check_config(options.config) if options.config is not None else None
     verdict = check_model(options.model, chosen_report(options), checks, fail_fast=options.fail_fast)
     if loaded is not None and verdict.model is not None:
         check_config(options.config, verdict.model)
     if options.canary:
-        verdict = _with_canary(verdict, options.canary[0], Path(options.canary[1]), options.model, checks)
+        verdict = _with_canary(verdict, recorded, Path(options.canary[1]), options.model, checks)
     passed = verdict.passed(strict=checks.strict)
     _print(options, verdict, passed=passed)
     return 0 if passed else WeightsError.exit_code
 
 
-def _with_canary(verdict: Verdict, action: str, file: Path, model: Path, checks: Checks) -> Verdict:
-    """Write or check the canary of a folder that has no error; return the verdict with what was found.
+def _recorded(action: str, file: str) -> Canary | None:
+    """Return the canary to check against, or None to write one; called before weights are read.
+
+    Raises:
+        WeightsError: when ``file`` is to be checked and is no canary.
+        HostError: when it is to be written and cannot be.
+    """
+    from ralbuild.weights.canary import check_place, read_canary
+
+    if action == "check":
+        return read_canary(Path(file))
+    if action != "write":
+        raise UsageError(f"needs write or check, found {action!r}", place="--canary")
+    check_place(Path(file))
+    return None
+
+
+def _with_canary(
+    verdict: Verdict, recorded: Canary | None, file: Path, model: Path, checks: Checks
+) -> Verdict:
+    """Write the canary of a folder without error, or compare it; return the verdict with what was found.
 
     Raises:
         WeightsError: when errors are ignored that leave no model to run.
@@ -81,10 +100,10 @@ def _with_canary(verdict: Verdict, action: str, file: Path, model: Path, checks:
         raise WeightsError("no canary: the errors that are ignored leave no model to run", place=str(model))
     findings = Findings(checks.ignored)
     root = open_folder(model, findings).root
-    if action == "write":
+    if recorded is None:
         canary.write_canary(root, file)
     else:
-        canary.check_canary(root, file, findings)
+        canary.compare_canaries(recorded, canary.record(root), findings)
     return replace(verdict, findings=ordered((*findings.sorted(), *verdict.findings)))
 
 

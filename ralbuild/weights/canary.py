@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ralbuild.contract.codec import FormatError, canonical_json, from_plain, parse_json, to_plain
+from ralbuild.digests import open_regular
 from ralbuild.errors import HostError, WeightsError
 from ralbuild.weights.child import run_worker
 from ralbuild.weights.findings import Findings
@@ -57,14 +60,15 @@ def record(folder: Path) -> Canary:
         HostError: when the extra ``runtime`` is not installed.
         WeightsError: when transformers cannot run the model.
     """
-    order = {
+    order: dict[str, Any] = {
         "order": "generate",
         "folder": str(folder.resolve()),
         "questions": list(QUESTIONS),
         "texts": list(TEXTS),
         "steps": STEPS,
     }
-    return from_plain(Canary, {"schema": SCHEMA, **run_worker(order, "runtime")}, "canary")
+    with tempfile.TemporaryDirectory(prefix="ralbuild-worker-") as home:
+        return from_plain(Canary, {"schema": SCHEMA, **run_worker(order, "runtime", Path(home))}, "canary")
 
 
 def write_canary(folder: Path, file: Path) -> Canary:
@@ -74,9 +78,7 @@ def write_canary(folder: Path, file: Path) -> Canary:
         HostError: as `record`, or when ``file`` cannot be written; a wrong place is known before a run.
         WeightsError: as `record`.
     """
-    if file.is_dir() or not file.parent.is_dir():
-        what = "is a folder" if file.is_dir() else "cannot be written: no such folder"
-        raise HostError(what, place=str(file), hint="name a file in a folder that is there")
+    check_place(file)
     canary = record(folder)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -90,6 +92,17 @@ def write_canary(folder: Path, file: Path) -> Canary:
     return canary
 
 
+def check_place(file: Path) -> None:
+    """Refuse a place where no canary can be written.
+
+    Raises:
+        HostError: when ``file`` is a folder, or lies in none.
+    """
+    if file.is_dir() or not file.parent.is_dir():
+        what = "is a folder" if file.is_dir() else "cannot be written: no such folder"
+        raise HostError(what, place=str(file), hint="name a file in a folder that is there")
+
+
 def read_canary(file: Path) -> Canary:
     """Read a canary file.
 
@@ -97,7 +110,7 @@ def read_canary(file: Path) -> Canary:
         WeightsError: when it is not one.
     """
     try:
-        with file.open("rb") as handle:
+        with open_regular(file) as handle:
             canary = from_plain(Canary, parse_json(handle.read(_LIMIT), file.name), file.name)
     except OSError as error:
         raise WeightsError(f"cannot be read: {error.strerror}", place=str(file)) from None
@@ -109,11 +122,6 @@ def read_canary(file: Path) -> Canary:
             f"needs the schema {SCHEMA}, found {canary.schema[:40]!r}", place=str(file), hint=hint
         )
     return canary
-
-
-def check_canary(folder: Path, file: Path, findings: Findings) -> None:
-    """Run the model again and compare."""
-    compare_canaries(read_canary(file), record(folder), findings)
 
 
 def compare_canaries(wanted: Canary, found: Canary, findings: Findings) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from ralbuild.digests import DigestCache
@@ -15,39 +19,73 @@ from ralbuild.weights.reading import Progress
 from ralbuild.weights.scan import Verdict, verify_folder
 from ralbuild.weights.sniff import SNIFFED, sniff
 
+SCRATCH = ".ralbuild-import-"
+"""Begins the name of the hidden folder in which a model is made, beside the one that it becomes."""
+
 
 def import_gguf(gguf: Path, out: Path, progress: Progress) -> Verdict:
     """Convert ``gguf`` to bfloat16 safetensors in the new folder ``out``, and verify it.
 
-    The folder appears when it is complete and has no error.
+    The folder appears when it is complete and has no error. What a run that was killed left in the
+    folder around it is removed.
 
     Raises:
         UsageError: when ``out`` exists.
         WeightsError: when the file is not GGUF, cannot be converted, or the result has errors.
         HostError: when the extra ``convert`` is missing, or the folder cannot be written.
     """
-    if out.exists() or out.is_symlink():
+    if os.path.lexists(out):
         raise UsageError("is already there", place=str(out), hint="name a new folder")
     _check_magic(gguf)
     try:
-        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+        with _scratch(out.absolute().parent) as scratch:
+            made, home = scratch / "made" / out.name, scratch / "home"
+            made.mkdir(parents=True)  # a name that is too long is known now
+            home.mkdir()
+            order = {"order": "convert", "gguf": str(gguf.resolve()), "out": str(made)}
+            run_worker(order, "convert", home)
+            for path in made.iterdir():  # safetensors writes 0600, which no other user can read
+                path.chmod(0o644)
+            verdict = verify_folder(made, DigestCache(None), 0, progress)
+            if verdict.failed:
+                raise FoundError(verdict.findings)
+            made.rename(out)
     except OSError as error:
-        raise HostError(f"cannot be written: {error.strerror}", place=str(out)) from None
+        full = error.errno == errno.ENOSPC
+        what = "no space left on device" if full else f"cannot be written: {error.strerror}"
+        raise HostError(what, place=str(out)) from None
+    return verdict
+
+
+@contextlib.contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    """Give a new folder in ``parent``, locked while it is in use, and remove those that nobody uses."""
+    for left in sorted(parent.glob(f"{SCRATCH}*")):
+        _remove_unused(left)
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=parent))
+    lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        made = scratch / "model"
-        made.mkdir()
-        run_worker({"order": "convert", "gguf": str(gguf.resolve()), "out": str(made)}, "convert")
-        for path in made.iterdir():  # safetensors writes 0600, which no other user can read
-            path.chmod(0o644)
-        verdict = verify_folder(made, DigestCache(None), 0, progress)
-        if verdict.failed:
-            raise FoundError(verdict.findings)
-        made.rename(out)
-    except OSError as error:
-        raise HostError(f"cannot be written: {error.strerror}", place=str(out)) from None
+        fcntl.flock(lock, fcntl.LOCK_SH)  # before it holds anything: see _remove_unused
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return verdict
+        os.close(lock)
+
+
+def _remove_unused(scratch: Path) -> None:
+    """Remove a folder of a run that was killed; one in use is locked, and a new one is still empty."""
+    try:
+        lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # it is another user's, or its run has just ended
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if any(scratch.iterdir()):
+            shutil.rmtree(scratch, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
 
 
 def _check_magic(gguf: Path) -> None:

@@ -53,11 +53,13 @@ class Folder:
         root: the folder, without links.
         files: usable file by name; a path has no symbolic link left.
         folders: names of the folders in it.
+        below: file in those folders, at any depth, by its path from the root; never shipped.
     """
 
     root: Path
     files: dict[str, Path] = field(repr=False)
     folders: tuple[str, ...] = ()
+    below: dict[str, Path] = field(default_factory=dict, repr=False)
 
 
 def open_folder(path: Path, findings: Findings) -> Folder:
@@ -132,7 +134,38 @@ def _list(root: Path, findings: Findings) -> Folder:
             folders.append(name)
         elif mode:  # 0: it went away since the folder was listed
             findings.add("W202", "neither a file nor a folder", file=name)
-    return Folder(root, found, tuple(folders))
+    return Folder(root, found, tuple(folders), _list_below(root, folders, findings))
+
+
+def _list_below(root: Path, folders: list[str], findings: Findings) -> dict[str, Path]:
+    """List the files in the folders, however deep; links to folders are not followed, git's own is left out.
+
+    A folder that may not be listed is passed over: the root of a volume has such a one (``lost+found``).
+    """
+    found: dict[str, Path] = {}
+    waiting, left = [name for name in reversed(folders) if name != ".git"], MOST_ENTRIES
+    while waiting:
+        where = waiting.pop()
+        try:
+            with os.scandir(root / where) as entries:
+                inside = sorted(
+                    (entry.name, entry.is_dir(follow_symlinks=False))
+                    for entry in itertools.islice(entries, left + 1)
+                )
+        except OSError:
+            continue
+        left -= len(inside)
+        if left < 0:
+            needed = f"at most {MOST_ENTRIES:,}"
+            findings.add("W226", f"more than {MOST_ENTRIES:,} entries in its folders", needed=needed)
+            break
+        for name, is_folder in inside:
+            path = f"{where}/{name}"
+            if is_folder:
+                waiting.append(path)
+            elif not os.path.isdir(root / path):  # noqa: PTH112  # Path.is_dir raises where nothing may be seen
+                found[path] = root / path
+    return found
 
 
 def _goal(link: Path) -> str:

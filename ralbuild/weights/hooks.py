@@ -40,7 +40,7 @@ _SCALES = ("_scale", "_scale_inv")
 
 def check_code(folder: Folder, configs: Mapping[str, dict[str, Any]], findings: Findings) -> None:
     """Refuse a folder that carries code or asks a loader to run some."""
-    for name in folder.files:
+    for name in (*folder.files, *folder.below):
         if name.lower().endswith(CODE_SUFFIXES):
             findings.add("W701", "code in a model folder is never run or shipped", file=name)
     for name, config in configs.items():

@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from ralbuild.weights.findings import Findings
 NAME = "model.sig"
 STATEMENT, PREDICATE = "https://in-toto.io/Statement/v1", "https://model_signing/signature/v1.0"
 PAYLOAD = "application/vnd.in-toto+json"
-MOST_FILES = 10_000
 _GIT = (".git", ".gitattributes", ".github", ".gitignore")
 """What the signer leaves out unless told otherwise; none of it goes into an image."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -162,7 +161,7 @@ def compare_files(
         shipped: names that go into the image; those must be signed whatever the statement ignores.
         findings: where to record.
     """
-    there = _walk(folder)
+    there = folder.files | folder.below
     for name, wanted in sorted(signed.files.items()):
         if name not in there:
             findings.add("W905", "is signed, but not there", file=name, needed=wanted)
@@ -177,27 +176,6 @@ def compare_files(
         passed_over = any(name == path or name.startswith(f"{path.rstrip('/')}/") for path in skipped)
         if name in shipped or not passed_over:
             findings.add("W907", "is in the folder, but was not signed", file=name)
-
-
-def _walk(folder: Folder) -> dict[str, Path]:
-    """Return every file below the folder by its path from there; links inside folders are passed over."""
-    out = dict(folder.files)
-    for name in folder.folders:
-        if name not in _GIT:
-            out.update(_below(folder.root / name, name))
-    return out
-
-
-def _below(folder: Path, prefix: str) -> Iterator[tuple[str, Path]]:
-    count = 0
-    for where, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            count += 1
-            if count > MOST_FILES:
-                return
-            path = Path(where, name)
-            yield f"{prefix}/{path.relative_to(folder).as_posix()}", path
 
 
 def _sha256(path: Path) -> str | None:
