@@ -21,6 +21,8 @@ TABLE_STATES = 1 << 16
 SEARCH_NODES = 10_000
 """States that the search for overlaps looks at; with more, some names are not compared."""
 
+_BYTES = frozenset(range(256))
+
 Node = frozenset[int]
 
 
@@ -63,10 +65,13 @@ class RoutePatterns:
         for number, text in enumerate(patterns):
             route = parse_route(text)
             self.starts.append(self.nfa.add(number, route.node, ignore_case=route.ignore_case))
-        masks = [mask for edges in self.nfa.edges for mask, _ in edges]
-        self.cls = byte_classes(masks)
+        # A name is read as plain bytes: the symbols that tell word characters apart do not occur in it.
+        bytes_of = {mask: mask & _BYTES for edges in self.nfa.edges for mask, _ in edges}
+        self.cls = byte_classes(bytes_of.values())
         self.classes = max(self.cls) + 1
-        self._classes_of = {mask: sorted({self.cls[byte] for byte in mask}) for mask in masks}
+        self._classes_of = {
+            mask: sorted({self.cls[byte] for byte in members}) for mask, members in bytes_of.items()
+        }
         self._letters = [self._letter(number) for number in range(self.classes)]
         self._moves: dict[Node, list[tuple[int, Node]]] = {}
 

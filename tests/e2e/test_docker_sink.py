@@ -85,10 +85,7 @@ def test_a_release_loads_a_layout_and_an_archive_as_the_image_they_are(
     for _ in range(2):
         with pytest.raises(ImageError, match="lacks the label"):
             fetch(parse_source(f"{kind}:{tmp_path / 'it'}", ""), Engine("release"))
-        assert engine.images.get(image.config_digest).labels == {
-            "io.ralbuild.model": "demo",
-            "org.opencontainers.image.title": "modèle",
-        }
+        assert engine.images.get(image.config_digest).labels["io.ralbuild.model"] == "demo"
     engine.images.remove(image.config_digest, force=True)
 
 
