@@ -57,7 +57,7 @@ class Cost:
     Attributes:
         seconds: wall time.
         cpu: processor seconds.
-        peak_mb: memory of the largest process, in MB.
+        peak_mb: memory of the largest process, in MB; never less than this benchmark's own.
         written: bytes that went to the disk's cache.
         out: standard output.
     """

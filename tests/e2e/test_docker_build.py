@@ -43,7 +43,7 @@ def engine() -> Iterator[docker.DockerClient]:
 @pytest.fixture
 def base(tmp_path: Path) -> Iterator[str]:
     """A base that has been pushed, by digest."""
-    labels = ImageConfig(env=(("PATH", "/usr/bin"),), labels=BASE_FACTS)
+    labels = ImageConfig(env=(("PATH", "/usr/bin"),), workdir="/tmp", labels=BASE_FACTS)
     write_layout(
         tmp_path / "base", assemble_image(ImagePlan(None, (root_layer(),), labels)), "", NOWHERE, None, print
     )
