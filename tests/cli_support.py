@@ -41,17 +41,20 @@ def ralbuild(*arguments: object, cwd: Path, env: Mapping[str, str] | None = None
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
+BASE_FACTS = {
+    "io.ralbuild.base.contract": "1",
+    "io.ralbuild.base.target": "cpu",
+    "io.ralbuild.base.lock": "0" * 64,
+    "io.ralbuild.base.python": "3.11.2",
+    "io.ralbuild.base.torch": "2",
+    "io.ralbuild.base.transformers": "5",
+}
+"""The labels that every runtime base has."""
+
+
 def write_fake_base(folder: Path, **labels: str) -> str:
     """Write a layout with the labels of a runtime base and one small file; return the option for it."""
-    facts = {
-        "contract": "1",
-        "target": "cpu",
-        "lock": "0" * 64,
-        "python": "3.11.2",
-        "torch": "2",
-        "transformers": "5",
-    }
-    values = {f"io.ralbuild.base.{name}": value for name, value in facts.items()} | labels
+    values = BASE_FACTS | labels
     layer = LayerPlan("base", "small", (FileEntry("etc/base", b"base\n"),), owned=("etc",))
     plan = ImagePlan(None, (layer,), ImageConfig(env=(("PATH", "/usr/bin"),), labels=values))
     write_layout(folder, assemble_image(plan), "", DigestCache(None), None, print)

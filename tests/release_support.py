@@ -19,7 +19,7 @@ from typing import Any
 
 import openai
 
-from ralbuild.release.containers import Launch
+from ralbuild.engine import Launch
 from ralbuild.release.journal import Journal
 from ralbuild.release.machine import Release
 from ralbuild.release.planning import Wishes, plan_up

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from cli_support import MINIMAL, NO_KERNELS, Outcome
+from cli_support import BASE_FACTS, MINIMAL, NO_KERNELS, Outcome
 from model_factory import write_model
 
 from ralbuild.cli.main import main
@@ -83,7 +83,7 @@ def write_small_base(
     """Write a layout with a base's labels and its list of packages; ``version`` is the one of tzdata."""
     debian = [DEBIAN[0], {**DEBIAN[1], "version": version}]
     packages = json.dumps({"schema": "ralbuild.base/1", "debian": debian, "wheels": WHEELS}).encode()
-    values = {"io.ralbuild.base.contract": "1", "io.ralbuild.base.target": "cpu", **labels}
+    values = {**BASE_FACTS, **labels}
     system = LayerPlan("Debian", "small", (FileEntry("etc/base", content),), owned=("etc",))
     listing = LayerPlan(
         "list of packages", "small", (FileEntry("opt/ral/base.json", packages),), owned=("opt",)

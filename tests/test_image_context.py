@@ -61,3 +61,25 @@ def test_only_another_file_system_is_called_so(
         write_context(plan, tmp_path / "out")
     assert "file system that holds the weights" in caught.value.problems[0].hint
     assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640])
+def test_weights_that_the_server_could_not_read_are_refused(
+    mode: int, plan: ImagePlan, tmp_path: Path
+) -> None:
+    """A hard link has its file's mode, and the builder copies it; the server runs as another user."""
+    (shard,) = (tmp_path / "model").glob("model-*")
+    shard.chmod(mode)
+    with pytest.raises(HostError, match=f"has mode {mode:04o}") as caught:
+        write_context(plan, tmp_path / "out")
+    assert caught.value.problems[0].place == str(shard)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_an_umask_changes_no_mode_of_a_folder(plan: ImagePlan, tmp_path: Path) -> None:
+    old = os.umask(0o077)
+    try:
+        write_context(plan, tmp_path / "out")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "out/models").stat().st_mode & 0o777 == 0o755

@@ -12,6 +12,7 @@ from supply_cases import ralbuild, write_inputs
 from ralbuild.cli.repro import check_reproducible
 from ralbuild.errors import ImageError
 from ralbuild.image.assemble import assemble_image
+from ralbuild.image.bases import LayoutBase
 from ralbuild.image.plan import FileEntry, ImagePlan
 from ralbuild.pipeline import BuildRequest, plan_only
 from ralbuild.report import Report, make_report
@@ -51,8 +52,8 @@ def test_the_first_file_that_differs_is_named(
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    request = BuildRequest(Path("model"), Path("ral-config.yaml"), base=Path("base"))
-    _, plan, _ = plan_only(request, quiet)
+    request = BuildRequest(Path("model"), Path("ral-config.yaml"), base=LayoutBase(Path("base")))
+    _, plan, _ = plan_only(request, (), quiet)
     name = "opt/ral/app/ralbuild/contract/codec.py"
     odd = tampered(plan, "launcher", name)
     with pytest.raises(ImageError, match=rf"first in {name} in the layer 'launcher'"):

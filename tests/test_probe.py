@@ -17,8 +17,8 @@ from release_support import ProcessHost, free_ports
 
 from ralbuild.cli.main import main
 from ralbuild.config.probes import load_probes
+from ralbuild.engine import Launch
 from ralbuild.errors import ConfigError
-from ralbuild.release.containers import Launch
 from ralbuild.release.service_client import ServiceClient
 
 PROBES = """

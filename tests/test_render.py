@@ -29,7 +29,7 @@ FACTS = DockerfileFacts(
     port=8000,
 )
 INSTRUCTIONS = ["FROM", "LABEL", "ENV", "COPY", "COPY", "COPY", "COPY", "COPY", "COPY",
-                "USER", "WORKDIR", "EXPOSE", "STOPSIGNAL", "ENTRYPOINT"]  # fmt: skip
+                "USER", "EXPOSE", "STOPSIGNAL", "ENTRYPOINT"]  # fmt: skip
 
 
 def instructions(data: bytes) -> list[str]:

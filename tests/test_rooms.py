@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ralbuild"
 
 ORDER = [
-    "errors", "contract", "pins", "digests", "signing", "config", "weights", "fold", "kernels", "compile",
+    "errors", "engine", "contract", "pins", "digests", "signing", "config", "weights", "fold", "kernels", "compile",
     "cache", "simulate", "render", "image", "supply", "report", "release", "debug", "proof", "pipeline", "doctor",
     "cli",
 ]  # fmt: skip
@@ -36,8 +36,8 @@ DOORS = {
     },
     "tokenizers": {"weights/tokenizer_worker.py", "weights/tokenizer.py", "runtime/tokens.py"},
     "cryptography": {"signing.py"},
-    "docker": {"image/daemon.py", "release/containers.py"},
-    "requests": {"image/daemon.py"},
+    "docker": {"engine.py"},
+    "requests": {"engine.py"},
     "httpx": {"debug/proxy.py"},
 }
 """Package to the only modules that may import it."""

@@ -116,7 +116,7 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _release(options: argparse.Namespace) -> int:
-    from ralbuild.release.containers import DockerHost
+    from ralbuild.engine import Engine
     from ralbuild.release.journal import Journal
     from ralbuild.release.machine import Release
     from ralbuild.release.planning import plan_rollback, plan_up
@@ -134,7 +134,7 @@ def _release(options: argparse.Namespace) -> int:
                 raise UsageError("no release was interrupted here", place=str(site.folder))
         else:
             source = parse_source(options.image, options.tag) if options.what == "up" else None
-            host = DockerHost()
+            host = Engine("release")
             if source is not None:
                 if options.key:
                     _check_signature(source, options.key, report)
@@ -149,7 +149,7 @@ def _release(options: argparse.Namespace) -> int:
                 return _show_plan(plan, as_json=options.json)
             journal = Journal.begin(site.folder, plan)
         proxy.start()
-        release = Release(site, journal, DockerHost(), proxy, report)
+        release = Release(site, journal, Engine("release"), proxy, report)
         if options.what == "undo":
             serving = release.undo()
         else:
@@ -205,14 +205,14 @@ def _show_plan(plan: Plan, *, as_json: bool) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from ralbuild.release.containers import DockerHost
+    from ralbuild.engine import Engine
     from ralbuild.release.journal import Journal
     from ralbuild.release.proxy import proxy_of
     from ralbuild.release.service_client import ServiceClient
     from ralbuild.release.site import COLOURS, Site
 
     site = Site.open(options.site)
-    proxy, host, state = proxy_of(site), DockerHost(), site.state
+    proxy, host, state = proxy_of(site), Engine("release"), site.state
     journal = Journal.read(site.folder)
     rows: list[dict[str, Any]] = []
     for colour in COLOURS:

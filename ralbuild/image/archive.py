@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ralbuild.contract.codec import canonical_json, sha256_hex
@@ -26,7 +26,7 @@ from ralbuild.errors import ImageError
 from ralbuild.image.assemble import Image, Layer
 from ralbuild.image.blobs import BLOBS, PARTIAL
 from ralbuild.image.disk import Note, check_room, clear_place, host_errors, locked
-from ralbuild.image.layers import Progress, Recipe, append_layer
+from ralbuild.image.layers import Progress, Recipe, append_layer, recipe_chunks
 from ralbuild.image.oci import LAYOUT_FILE, index_entry, index_json
 from ralbuild.image.plan import LayerDigest
 from ralbuild.image.sink import SinkResult
@@ -128,6 +128,22 @@ def archive_pieces(image: Image, tag: str) -> Iterator[Piece]:
         offset += len(head) + size
         head = padding(size)
     yield _piece(head + END)
+
+
+def archive_chunks(
+    image: Image, tag: str, before: Callable[[LayerDigest], None] = lambda _: None
+) -> Iterator[bytes]:
+    """Yield the archive's bytes as they are read; nothing is written.
+
+    Args:
+        image: the image.
+        tag: its name in the archive; may be empty.
+        before: called with each piece's digest before it is read.
+    """
+    for recipe, digest in archive_pieces(image, tag):
+        before(digest)
+        for chunk in recipe_chunks(recipe):
+            yield bytes(chunk)
 
 
 def _docker_manifest(image: Image, tag: str) -> bytes:

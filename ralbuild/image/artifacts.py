@@ -7,6 +7,7 @@ descriptor that a registry's referrers list would have (distribution-spec, "List
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 from ralbuild.contract.codec import canonical_json
 from ralbuild.errors import ImageError
 from ralbuild.image.oci import CONFIG_TYPE, MANIFEST_TYPE, REF_NAME, digest_of, entry_name
-from ralbuild.image.store import FILE_LIMIT, OpenBlob, as_object, read_blob
+from ralbuild.image.store import FILE_LIMIT, OpenBlob, as_object, read_blob, read_json_blob
 
 EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 EMPTY = b"{}"
@@ -142,6 +143,16 @@ def subject_of(entry: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
         return str(subject.get("digest", ""))
     found = _TAG.fullmatch(entry_name(entry))
     return f"sha256:{found[1]}" if found else ""
+
+
+def is_about(open_blob: OpenBlob, entry: Mapping[str, Any], subject: str, store: str) -> bool:
+    """Tell whether an index entry is about the image ``subject`` though only its manifest says so.
+
+    Other tools need not repeat the artifact's type in the index. What cannot be read is about nothing.
+    """
+    with contextlib.suppress(ImageError):
+        return subject_of(entry, read_json_blob(open_blob, entry.get("digest"), store)) == subject
+    return False
 
 
 def read_artifact(

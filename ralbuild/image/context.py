@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from errno import EEXIST, ENOTDIR, ENOTEMPTY, EXDEV
 from pathlib import Path
@@ -88,9 +89,24 @@ def _context_path(path: str) -> str:
     raise ImageError(f"{path!r} lies outside {MODEL_DIR} and {RAL_DIR}", place="render")
 
 
+def _make_folder(path: Path) -> None:
+    """Make a folder with its parents, of a mode that the builder may copy whatever the umask is."""
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir()
+        path.chmod(0o755)
+
+
 def _place(target: Path, entry: FileEntry) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(target.parent)
     if isinstance(entry.source, HostFile):
+        mode = stat.S_IMODE(entry.source.path.stat().st_mode)
+        if not mode & stat.S_IROTH:
+            raise HostError(
+                f"has mode {mode:04o}: a builder keeps it, and the server is not root and could not read it",
+                place=str(entry.source.path),
+                hint=f"chmod {entry.mode:o} it; `ralbuild image` needs no builder and sets modes itself",
+            )
         os.link(entry.source.path, target, follow_symlinks=True)
         return
     assert isinstance(entry.source, bytes)  # pieces come from --reshard, which `render` does not have

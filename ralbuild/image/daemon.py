@@ -1,4 +1,4 @@
-"""The sink `docker`: the image streamed into a docker engine. Only this module imports the docker SDK.
+"""The sink `docker`: the image streamed into a docker engine.
 
 The engine gets the same bytes as `archive:` writes, as they are produced: nothing is written here. It
 checks every layer against its diff id, and its image id must be the digest of our config.
@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from ralbuild.errors import HostError, ImageError
-from ralbuild.image.archive import archive_pieces
+from ralbuild.errors import ImageError, RalError
+from ralbuild.image.archive import archive_chunks
 from ralbuild.image.assemble import Image, Layer
-from ralbuild.image.layers import Progress, recipe_chunks
+from ralbuild.image.layers import Progress
+from ralbuild.image.plan import LayerDigest
 from ralbuild.image.sink import SinkResult
 
 if TYPE_CHECKING:
-    from docker import DockerClient
-    from docker.models.images import Image as DockerImage
+    from ralbuild.engine import Engine
 
-_LOAD_SECONDS = 3600
-"""The engine says nothing while it unpacks a layer."""
+_HINT = "start one or set DOCKER_HOST; archive:FILE can be loaded elsewhere with `docker load`"
 
 
 class _StoppedError(Exception):
@@ -32,17 +31,18 @@ class _StoppedError(Exception):
 class DockerSink:
     """A `docker load` that runs in a thread of its own and is fed layer by layer; made by `open_docker`."""
 
-    def __init__(self, client: DockerClient, image: Image, tag: str, progress: Progress | None) -> None:
-        self._client = client
+    def __init__(self, engine: Engine, image: Image, tag: str, progress: Progress | None) -> None:
+        self._engine = engine
         self._image = image
         self._tag = tag
         self._progress = progress or (lambda _: None)
+        self._digests = {layer.digest for layer in image.unique_layers}
         self._allowed = threading.Semaphore(0)
         self._stopped = False
         self._sent = 0
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._load, name="docker-load", daemon=True)
-        self._present = _find_image(client, image) is not None
+        self._present = self._find() is not None
         if not self._present:
             self._thread.start()
 
@@ -58,14 +58,13 @@ class DockerSink:
             self._thread.join()
             if self._error is not None:
                 raise self._error
-        found = _find_image(self._client, self._image)
+        found = self._find()
         if found is None:
             raise ImageError(f"the engine did not keep {self._image.config_digest}", place="docker")
         if self._tag:
-            found.tag(self._tag)
-        layers = frozenset(layer.digest.sha256 for layer in self._image.layers)
-        name = self._tag or str(found.id)
-        return SinkResult(self._sent, layers if self._present else frozenset(), name)
+            self._engine.tag(found, self._tag)
+        reused = frozenset(digest.sha256 for digest in self._digests) if self._present else frozenset()
+        return SinkResult(self._sent, reused, self._tag or found)
 
     def stop(self) -> None:
         """End the stream early; the engine drops what it got."""
@@ -75,29 +74,27 @@ class DockerSink:
             self._thread.join()
 
     def _load(self) -> None:
-        from docker.errors import APIError, DockerException
-        from requests import RequestException
-
         try:
-            # Its types know files only; requests sends whatever can be iterated over.
-            self._client.images.load(cast(Any, self._stream()))
-        except (ImageError, _StoppedError) as error:
+            self._engine.load(self._stream())
+        except (RalError, _StoppedError) as error:
             self._error = error
-        except (DockerException, RequestException, OSError) as error:
-            said = error.explanation if isinstance(error, APIError) and error.explanation else str(error)
-            self._error = ImageError(f"the engine did not take the image: {said[:300]}", place="docker")
 
     def _stream(self) -> Iterator[bytes]:
-        layers = {layer.digest for layer in self._image.layers}
-        for recipe, digest in archive_pieces(self._image, self._tag):
-            if digest in layers:
-                self._allowed.acquire()
-            for chunk in recipe_chunks(recipe):
-                if self._stopped:
-                    raise _StoppedError
-                yield bytes(chunk)
-                self._sent += len(chunk)
-                self._progress(len(chunk))
+        for chunk in archive_chunks(self._image, self._tag, self._wait):
+            if self._stopped:
+                raise _StoppedError
+            yield chunk
+            self._sent += len(chunk)
+            self._progress(len(chunk))
+
+    def _wait(self, piece: LayerDigest) -> None:
+        if piece in self._digests:
+            self._allowed.acquire()
+
+    def _find(self) -> str | None:
+        """Return the engine's id of the image: our config's digest or, with containerd, our manifest's."""
+        names = (self._image.config_digest, self._image.digest)
+        return next((name for name in names if self._engine.find(name) is not None), None)
 
 
 @contextlib.contextmanager
@@ -108,37 +105,11 @@ def open_docker(image: Image, tag: str, progress: Progress | None) -> Iterator[D
         HostError: when none answers.
         ImageError: when it does not take the image.
     """
-    client = _connect()
-    try:
-        sink = DockerSink(client, image, tag, progress)
+    from ralbuild.engine import Engine  # the SDK takes a while to import
+
+    with Engine("--output docker", _HINT) as engine:
+        sink = DockerSink(engine, image, tag, progress)
         try:
             yield sink
         finally:
             sink.stop()
-    finally:
-        client.close()
-
-
-def _connect() -> DockerClient:
-    import docker
-
-    try:
-        client = docker.from_env(timeout=_LOAD_SECONDS)
-        client.ping()
-    except (docker.errors.DockerException, OSError) as error:
-        raise HostError(
-            f"no docker engine answers: {str(error)[:300]}",
-            place="--output docker",
-            hint="start one or set DOCKER_HOST; archive:FILE can be loaded elsewhere with `docker load`",
-        ) from None
-    return client
-
-
-def _find_image(client: DockerClient, image: Image) -> DockerImage | None:
-    """Return the engine's image by the digest of our config, or, with containerd, of our manifest."""
-    from docker.errors import ImageNotFound
-
-    for digest in (image.config_digest, image.digest):
-        with contextlib.suppress(ImageNotFound):
-            return client.images.get(digest)
-    return None

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from ralbuild.digests import open_regular
 from ralbuild.errors import ImageError
-from ralbuild.image.artifacts import StoredArtifact, is_artifact, read_artifact
+from ralbuild.image.artifacts import StoredArtifact, is_about, is_artifact, read_artifact
 from ralbuild.image.blobs import BLOBS
 from ralbuild.image.oci import (
     CONFIG_TYPE,
@@ -103,7 +103,9 @@ class StoredImage:
         """
         found = []
         for entry in _flat_entries(self._open, self._index, self.store):
-            if entry.get("mediaType") != MANIFEST_TYPE or not is_artifact(entry):
+            if entry.get("mediaType") != MANIFEST_TYPE:
+                continue
+            if not is_artifact(entry) and not is_about(self._open, entry, self.digest, self.store):
                 continue  # another image, which may be broken and is none of our business
             artifact = read_artifact(self._open, entry, self.digest, self.store)
             if artifact is not None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ralbuild.config.probes import ProbeSuite, load_probes
+from ralbuild.engine import Launch
 from ralbuild.errors import GateError, HostError, RalError, RolledBackError
-from ralbuild.release.containers import COLOUR_LABEL, SITE_LABEL, ContainerHost, Launch
+from ralbuild.release.containers import COLOUR_LABEL, SITE_LABEL, ContainerHost
 from ralbuild.release.journal import Journal, Plan
 from ralbuild.release.preflight import free_room
 from ralbuild.release.probe import KINDS, Prober

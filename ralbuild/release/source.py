@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ralbuild.errors import ImageError, UsageError
-from ralbuild.image.archive import archive_pieces
-from ralbuild.image.layers import recipe_chunks
+from ralbuild.image.archive import archive_chunks
 from ralbuild.image.reader import open_image
 from ralbuild.image.stored import stored_image
 from ralbuild.release.containers import ContainerHost
@@ -71,9 +70,11 @@ def fetch(source: Source, host: ContainerHost) -> Found:
     """
     if source.kind in ("oci", "archive"):
         with open_image(Path(source.place), source.name) as image:
-            wanted = image.config_digest
-        if host.find(wanted) is None:
-            _expect(host.load(_chunks(source)), wanted, source)
+            names = (image.config_digest, image.digest)  # the second with containerd
+        known = next((name for name in names if host.find(name) is not None), "")
+        wanted = known or host.load(_chunks(source))
+        if wanted not in names:
+            raise ImageError(f"the engine made {wanted} of it, needs {names[0]}", place=source.reference)
     elif source.kind == "registry":
         wanted = host.pull(source.place)
     else:
@@ -89,18 +90,10 @@ def fetch(source: Source, host: ContainerHost) -> Found:
     return Found(wanted, labels)
 
 
-def _expect(loaded: str, wanted: str, source: Source) -> None:
-    if loaded != wanted:
-        raise ImageError(f"the engine made {loaded} of it, needs {wanted}", place=source.reference)
-
-
 def _chunks(source: Source) -> Iterator[bytes]:
     if source.kind == "archive":
         with open(source.place, "rb") as file:  # noqa: PTH123
             while data := file.read(_CHUNK):
                 yield data
         return
-    image = stored_image(Path(os.path.realpath(source.place)), source.name)
-    for recipe, _ in archive_pieces(image, ""):
-        for chunk in recipe_chunks(recipe):
-            yield bytes(chunk)
+    yield from archive_chunks(stored_image(Path(os.path.realpath(source.place)), source.name), "")

@@ -13,10 +13,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from image_cases import NOWHERE, make_image
 
+from ralbuild.engine import Engine
 from ralbuild.errors import HostError, ImageError
 from ralbuild.image.assemble import Image
-from ralbuild.image.outputs import DockerOutput, LayoutOutput
+from ralbuild.image.outputs import ArchiveOutput, DockerOutput, LayoutOutput
 from ralbuild.image.write import write_image
+from ralbuild.release.source import fetch, parse_source
 
 pytestmark = pytest.mark.docker
 TAG = "ralbuild-test/sink:v1"
@@ -71,3 +73,28 @@ def test_no_engine_is_an_error_with_a_way_out(
     with pytest.raises(HostError, match="no docker engine answers") as caught:
         write_image(image, [DockerOutput()], tag=TAG, cache=NOWHERE)
     assert "archive:FILE" in caught.value.problems[0].hint
+
+
+@pytest.mark.parametrize("kind", ["oci", "archive"])
+def test_a_release_loads_a_layout_and_an_archive_as_the_image_they_are(
+    engine: docker.DockerClient, image: Image, tmp_path: Path, kind: str
+) -> None:
+    """This image is not of `ralbuild image`, so that the release refuses it once the engine has it."""
+    output = LayoutOutput(tmp_path / "it") if kind == "oci" else ArchiveOutput(tmp_path / "it")
+    write_image(image, [output], tag=TAG, cache=NOWHERE)
+    for _ in range(2):
+        with pytest.raises(ImageError, match="lacks the label"):
+            fetch(parse_source(f"{kind}:{tmp_path / 'it'}", ""), Engine("release"))
+        assert engine.images.get(image.config_digest).labels["io.ralbuild.model"] == "demo"
+    engine.images.remove(image.config_digest, force=True)
+
+
+def test_what_the_engine_refuses_is_our_error(engine: docker.DockerClient) -> None:
+    ours = Engine("release")
+    with pytest.raises(ImageError, match="the engine did not pull") as caught:
+        ours.pull("127.0.0.1:1/none@sha256:" + "0" * 64)
+    assert caught.value.problems[0].place == "release"
+    assert ours.find("ralbuild-test/none:v1") is None
+    assert ours.status("ralbuild-test-none") == ("missing", 0)
+    ours.stop("ralbuild-test-none", 1)
+    ours.remove("ralbuild-test-none")
