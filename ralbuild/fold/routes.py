@@ -63,6 +63,10 @@ class RoutePatterns:
         for number, text in enumerate(patterns):
             route = parse_route(text)
             self.starts.append(self.nfa.add(number, route.node, ignore_case=route.ignore_case))
+        self.nfa.edges = [
+            [(frozenset(symbol & 0xFF for symbol in mask), target) for mask, target in edges]
+            for edges in self.nfa.edges
+        ]
         masks = [mask for edges in self.nfa.edges for mask, _ in edges]
         self.cls = byte_classes(masks)
         self.classes = max(self.cls) + 1
