@@ -17,13 +17,13 @@ from typing import Any
 
 from ralbuild.contract.codec import parse_json
 from ralbuild.runtime.host import usable_cpus
-from ralbuild.runtime.model.graph import DecodeGraph, Lane
+from ralbuild.runtime.model.graph import DecodeGraph, Lane, Read
 from ralbuild.runtime.model.spec import DecoderSpec, read_spec
 from ralbuild.runtime.model.weights import DTYPES, load_decoder, prepare_torch, read_weights
 from ralbuild.runtime.preflight import Checked, check_files
 from ralbuild.runtime.sampler import Draw, Logits
 from ralbuild.runtime.settings import Settings
-from ralbuild.runtime.steps import Patch, PatchSlot, SampleStep, link_patch, read_tables
+from ralbuild.runtime.steps import Patch, PatchSlot, PenalizeStep, SampleStep, link_patch, read_tables
 
 PROMPT = tuple(range(300, 339))
 
@@ -32,7 +32,7 @@ class TimedPatch(Patch):
     """A patch that adds up its own processor time, by what it does."""
 
     def __init__(self, patch: Patch) -> None:
-        super().__init__(patch.tables, patch.steps)
+        super().__init__(patch.tables, patch.steps, patch.sampler)
         self.sampling = self.rules = 0.0
 
     def run(self, logits: Logits, slots: Any) -> None:
@@ -40,7 +40,7 @@ class TimedPatch(Patch):
         for step in self.steps:
             begin = time.process_time()
             step.run(logits, slots)
-            if isinstance(step, SampleStep):
+            if isinstance(step, PenalizeStep | SampleStep):
                 self.sampling += time.process_time() - begin
             else:
                 self.rules += time.process_time() - begin
@@ -70,7 +70,7 @@ def measure(checked: list[Checked], batch: int, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         for number, graph in enumerate(graphs):
             begin = time.process_time()
-            graph.step(lanes[number])
+            graph.advance([], lanes[number])
             times[number].append(time.process_time() - begin)
     return {
         "step_s": [statistics.median(item) for item in times],
@@ -80,8 +80,8 @@ def measure(checked: list[Checked], batch: int, steps: int) -> dict[str, Any]:
 
 
 def _read(graph: DecodeGraph, slot: PatchSlot) -> Lane:
-    lane = graph.open(slot, len(PROMPT))
-    graph.read(lane, PROMPT, last=True)
+    lane = graph.open(slot, PROMPT)
+    graph.advance([Read(lane, PROMPT)], [])
     return lane
 
 

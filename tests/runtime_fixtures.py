@@ -179,7 +179,8 @@ class _Machine:
             self.final.append(self.program([(COPY, held)] if held else []))
 
 
-def _transducer(profiles: Sequence[Rules], rules: list[Rule]) -> bytes:
+def make_transducer(profiles: Sequence[Rules], rules: list[Rule]) -> bytes:
+    """Return the table that does what ``profiles`` say; what they count is added to ``rules``."""
     machine = _Machine()
     for profile in profiles:
         literal = (profile.redact or profile.bold).encode()
@@ -285,7 +286,7 @@ def make_image(
     every = [*profiles, input_rules or Rules()]
     rules: list[Rule] = []
     tokens = token_bytes(model)
-    transducer = _transducer(every, rules)
+    transducer = make_transducer(every, rules)
     manifest = _manifest(model, len(tokens))
     blobs = [
         transducer,

@@ -94,6 +94,27 @@ def test_more_requests_than_slots_all_end_in_the_order_they_came(serve: Callable
     assert service.engine.busy == 0
 
 
+def test_short_prompts_answer_before_a_long_one_is_read_and_the_long_one_goes_on(
+    serve: Callable[..., Service],
+) -> None:
+    service = serve()
+    box: Queue[tuple[str, Piece]] = Queue()
+
+    def submit(name: str, prompt: tuple[int, ...]) -> None:
+        service.submit(order(2, prompt=prompt), lambda piece: box.put((name, piece)))
+
+    with service.engine._wake:  # all are there before the first is read
+        submit("long", PROMPT * 11)
+        for number in range(3):
+            submit(f"short {number}", PROMPT[number:])
+    ended: list[str] = []
+    while len(ended) < 4:
+        name, piece = box.get(timeout=60)
+        if piece.finish:
+            ended.append(name)
+    assert ended[3] == "long"
+
+
 def test_a_small_cache_makes_requests_wait_and_none_fail(serve: Callable[..., Service]) -> None:
     roomy, tight = serve(), serve()
     # One full-length text fits, two do not.

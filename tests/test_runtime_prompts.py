@@ -281,6 +281,16 @@ def test_token_filters_rewrite_the_text_and_cannot_make_special_tokens(
     assert [token for token in found if token < 3] == [1, 2, 1]
 
 
+def test_the_prefix_begins_every_chat_without_a_system_message(prompts: Prompts, folder: Path) -> None:
+    asked = [[{"role": "user", "content": text}] for text in ("Tell me", "你好", "")]
+    chats = [theirs(folder, messages) for messages in asked]
+    prefix = list(prompts.prefix())
+    assert prefix[:1] == [1]
+    assert all(chat[: len(prefix)] == prefix for chat in chats)
+    system = theirs(folder, CHATS[1])
+    assert system[: len(prefix)] != prefix
+
+
 def test_a_longer_run_than_a_filter_reads_is_refused_with_both_lengths(prompts: Prompts) -> None:
     prompts.completion("x" * 20 + " " + "y" * 20)
     with pytest.raises(ApiError) as caught:

@@ -10,13 +10,15 @@ from pathlib import Path
 import kernel_reference
 import numpy as np
 import pytest
-from runtime_fixtures import token_bytes
+from runtime_fixtures import Rules, make_transducer, token_bytes
 
 from ralbuild.config.regex import parse_class
 from ralbuild.contract.bans import BanSlot, read_bans
-from ralbuild.contract.transducer import Transducer, read_transducer, write_transducer
+from ralbuild.contract.routes import read_routes
+from ralbuild.contract.transducer import Transducer, read_transducer
 from ralbuild.contract.vocab import read_vocab, write_vocab
 from ralbuild.fold.bans import Limits, build_bans
+from ralbuild.fold.routes import RoutePatterns
 from ralbuild.runtime.legal import LegalTokens
 from ralbuild.runtime.sampler import Draw, Sampler, cut, noise, noise_of_all
 from ralbuild.runtime.steps import FeedbackStep, Patch, PatchSlot, PenalizeStep, SampleStep, Tables
@@ -115,10 +117,7 @@ def test_a_draw_depends_on_seed_and_step_and_on_nothing_else() -> None:
 
 
 def nothing_to_rewrite() -> Transducer:
-    table = write_transducer(
-        cls=[0] * 256, rows=[[0]], final=[0], programs=[[(0, 1)]], strings=[], starts=[0], max_held=0, rules=0
-    )
-    return Transducer(read_transducer(table, "test"))
+    return Transducer(read_transducer(make_transducer([Rules()], []), "test"))
 
 
 class Folded:
@@ -127,7 +126,9 @@ class Folded:
     def __init__(self, words: Sequence[bytes], limits: Limits) -> None:
         vocab = read_vocab(write_vocab(words), "test")
         self.words, self.eos = words, len(words) - 1
-        tables = Tables(nothing_to_rewrite(), read_bans(build_bans([limits]), "test"), vocab)
+        bans = read_bans(build_bans([limits]), "test")
+        routes = read_routes(RoutePatterns([]).table(), "test", 0)
+        tables = Tables(nothing_to_rewrite(), bans, vocab, routes)
         sampler = Sampler(len(words))
         self.legal = LegalTokens(tables.bans, vocab, len(words), (self.eos,))
         steps = (

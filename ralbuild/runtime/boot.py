@@ -78,6 +78,7 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
         kv_bytes=kv_bytes,
     )
     prompts = Prompts(bundle, parts.patch.tables, parts.tokenizer, parts.template, metrics)
+    graph.keep(prompts.prefix())
     engine.start()
     log_line(f"RAL patch applied to graph_id=0x{id(graph):x} bundle=sha256:{checked.digest}")
     return Service(bundle, parts.patch.tables.routes, checked.digest, prompts, engine, metrics)
@@ -89,6 +90,7 @@ def self_test(graph: DecodeGraph, checked: Checked) -> None:
     Raises:
         SelfTestError: when bytes differ from what the oracle gave at build time, or decoding does not work.
     """
+    from ralbuild.runtime.model.graph import Read
     from ralbuild.runtime.sampler import Draw
 
     for number, test in enumerate(checked.bundle.self_tests):
@@ -97,10 +99,10 @@ def self_test(graph: DecodeGraph, checked: Checked) -> None:
             message = f"needs {test.output[:80]}, found {found[:80]}"
             raise SelfTestError(message, place=f"bundle.json: self_tests[{number}]")
     canned = next((test.tokens for test in checked.bundle.self_tests if test.tokens), (0,))
-    lane = graph.open(graph.patch.open(0, Draw()), len(canned))
-    graph.read(lane, canned, last=True)
+    lane = graph.open(graph.patch.open(0, Draw()), canned)
+    graph.advance([Read(lane, canned)], [])
     for _ in range(_CANNED_STEPS):
-        graph.step([lane])
+        graph.advance([], [lane])
     graph.close(lane)
     if lane.slot.exhausted or lane.slot.step != 1 + _CANNED_STEPS:
         raise SelfTestError("the model gives no usable logits", place="canned prompt")

@@ -1,7 +1,7 @@
 """The decode loop: one thread that reads prompts, steps every running text and hands out what is decided.
 
 A request waits in a bounded queue, gets a slot and a reservation of cache memory, has its prompt read
-in chunks between the steps of the others, and then steps with them until its text ends.
+in chunks beside the steps of the others, and then steps with them until its text ends.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.log import log_event
 from ralbuild.runtime.metrics import Metrics
-from ralbuild.runtime.model.graph import DecodeGraph, Lane
+from ralbuild.runtime.model.graph import DecodeGraph, Lane, Read
 from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.text import TextStream
 
 ALONE, SHARED = 512, 128
-"""Prompt tokens read in one go: with nothing else running, and between two steps of running texts."""
+"""Prompt tokens read in one go: by a text with nobody beside it, and by all that share a forward pass."""
 
 
 class Generation:
@@ -32,7 +32,6 @@ class Generation:
         self.cancelled = False
         self.arrived = time.monotonic()
         self.first_token = 0.0
-        self.read = 0
         self.lane: Lane | None = None
         self.stream = TextStream(order.stops)
 
@@ -124,8 +123,7 @@ class Engine:
                 self._drop_cancelled()
                 self._admit()
                 self._observe()
-            self._read_prompts()
-            if self._running:
+            if self._taken():
                 self._step()
         except Exception as error:
             # A bug or exhausted memory: these requests fail, the next ones get a clean cache.
@@ -165,33 +163,49 @@ class Engine:
             self._reserved += cost
             order = generation.order
             slot = self._graph.patch.open(order.profile, order.draw, order.prompt)
-            generation.lane = self._graph.open(slot, len(order.prompt))
+            generation.lane = self._graph.open(slot, order.prompt)
             self._metrics.prompt_tokens.inc(len(order.prompt))
 
-    def _read_prompts(self) -> None:
-        budget = SHARED if self._running else ALONE
-        while self._reading and budget > 0:
-            generation = self._reading[0]
-            lane = _lane(generation)
-            chunk = generation.order.prompt[generation.read : generation.read + budget]
-            generation.read += len(chunk)
-            budget -= len(chunk)
-            last = generation.read == len(generation.order.prompt)
-            self._graph.read(lane, chunk, last=last)
-            if last:
-                self._reading.popleft()
+    def _step(self) -> None:
+        """Run the model once, over the next tokens of waiting prompts and one of every running text."""
+        begin = time.monotonic()
+        running = list(self._running)
+        reads = self._next_reads()
+        self._graph.advance([read for _, read in reads], [_lane(generation) for generation in running])
+        for generation, read in reads:
+            if read.last:
+                self._reading.remove(generation)
                 self._running.append(generation)
                 generation.first_token = time.monotonic()
                 self._metrics.first_token.observe(generation.first_token - generation.arrived)
-                self._deliver(generation)
-
-    def _step(self) -> None:
-        begin = time.monotonic()
-        running = list(self._running)
-        self._graph.step([_lane(generation) for generation in running])
-        for generation in running:
+        for generation in [*(generation for generation, read in reads if read.last), *running]:
             self._deliver(generation)
-        self._metrics.step.observe(time.monotonic() - begin)
+        if running:
+            self._metrics.step.observe(time.monotonic() - begin)
+
+    def _next_reads(self) -> list[tuple[Generation, Read]]:
+        """Return what is read of the prompts now.
+
+        The one that waits longest gets half of the budget, or more when there is no use for it; the others
+        come shortest first. So a short prompt does not wait for a long one, and none is starved.
+        """
+        if not self._reading:
+            return []
+        left = {generation: _unread(generation) for generation in self._reading}
+        first, *others = self._reading
+        budget = SHARED if self._running or others else ALONE
+        shares = {first: min(left[first], budget if not others else budget // 2)}
+        for generation in sorted(others, key=left.__getitem__):
+            share = min(left[generation], budget - sum(shares.values()))
+            if share:
+                shares[generation] = share
+        shares[first] += min(left[first] - shares[first], budget - sum(shares.values()))
+        reads = []
+        for generation, share in shares.items():
+            lane, prompt = _lane(generation), generation.order.prompt
+            tokens = prompt[lane.seat.length : lane.seat.length + share]
+            reads.append((generation, Read(lane, tokens, last=share == left[generation])))
+        return reads
 
     def _deliver(self, generation: Generation) -> None:
         """Hand out what the last step decided, and end the text when it has ended."""
@@ -243,3 +257,7 @@ def _lane(generation: Generation) -> Lane:
     lane = generation.lane
     assert lane is not None  # set when it was admitted
     return lane
+
+
+def _unread(generation: Generation) -> int:
+    return len(generation.order.prompt) - _lane(generation).seat.length

@@ -61,6 +61,17 @@ class Prompts:
         self._check(TOKENS, len(ids), "messages")
         return ids
 
+    def prefix(self) -> tuple[int, ...]:
+        """Return the tokens with which a template begins conversations that have no system message."""
+        if self._template is None:
+            return ()
+        try:
+            texts = [self._template.render([{"role": "user", "content": text}]) for text in ("a", "1")]
+        except ApiError:  # the template wants more than one message
+            return ()
+        both = zip(*(self._tokenizer.encode(text, add_special_tokens=False) for text in texts), strict=False)
+        return tuple(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+
     def completion(self, prompt: str) -> tuple[int, ...]:
         """Return the prompt of a text; raises ApiError like `chat`."""
         self._check_size([prompt])

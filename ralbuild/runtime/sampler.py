@@ -28,11 +28,14 @@ GROUP = 1024
 """Token ids that share Philox blocks: four ids, a quarter of a group apart, take a block's four words."""
 LOWEST = np.float32(-3.4028234663852886e38)
 """The floor that keeps every token."""
-_MOST_NOISE = np.float32(22.9)
-"""No noise is larger: it is -log(2^-33) for the smallest uniform number."""
+_NOISE_SPREAD = np.float32(25.8)
+"""No two noises differ by more: the largest is -log(2^-33), the smallest -log(log(2^24))."""
 _PROBES = 1024
-_CHUNK = 2048
+_CHUNK = 8192
 _HEAVY = (1e-2, 1e-4, 0)
+_FACTORS = np.array([[0xCD9E8D57], [0xD2511F53]], np.uint64)
+_WEYL = np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +184,30 @@ def no_logits() -> Logits:
 
 def _winner(scaled: Logits, draw: Draw, step: int) -> int:
     """Return the id of the best score; the logarithms of noise are taken for those alone that may win."""
-    probes = np.flatnonzero(scaled >= scaled.max() - np.float32(4))[:_PROBES]
-    best = (scaled[probes] + noise(draw.seed, step, probes)).max()
-    near = np.flatnonzero(scaled >= best - _MOST_NOISE)
-    if 8 * len(near) > len(scaled):
-        # Noise is at most -log(u): a token wins only if its u is below exp(scaled - best), nearly.
+    near = scaled >= scaled.max() - _NOISE_SPREAD
+    if 8 * np.count_nonzero(near) > len(scaled):
         words = _words_of_all(draw.seed, step, len(scaled))
-        slack = np.float32(1e-3) + abs(best) * np.float32(1e-6)
-        reach = np.exp(np.minimum(scaled - best + slack, np.float32(1)))
-        near = np.flatnonzero(words.astype(np.float32) * np.float32(2.0**-32) <= reach)
-        return int(near[np.argmax(scaled[near] + _gumbel(words[near]))])
-    return int(near[np.argmax(scaled[near] + noise(draw.seed, step, near))])
+        ids = _possible(scaled, words)
+        return int(ids[np.argmax(scaled[ids] + _gumbel(words[ids]))])
+    ids = np.flatnonzero(near)
+    return int(ids[np.argmax(scaled[ids] + noise(draw.seed, step, ids))])
+
+
+def _possible(scaled: Logits, words: _Words) -> _Ids:
+    """Return the ids whose score may be the best, by that of the likeliest ones.
+
+    Noise is at most -log(u): a token wins only if its u is below exp(scaled - best), nearly. Whole groups
+    are held to their largest logit first, which needs one exponential a group.
+    """
+    tops = np.maximum.reduceat(scaled, np.arange(0, len(scaled), GROUP))
+    probes = np.flatnonzero(scaled >= tops.max() - np.float32(4))[:_PROBES]
+    best = (scaled[probes] + _gumbel(words[probes])).max()
+    best -= np.float32(1e-3) + abs(best) * np.float32(1e-6)  # for what rounding does to either side
+    reach = np.exp(np.minimum(tops.astype(np.float64) - best, 0)) * (2.0**32 - 1)
+    ids = np.flatnonzero(words <= np.repeat(reach.astype(np.uint32), GROUP)[: len(words)])
+    shares = words[ids].astype(np.float32) * np.float32(2.0**-32)
+    kept: _Ids = ids[shares <= np.exp(np.minimum(scaled[ids] - best, np.float32(1)))]
+    return kept
 
 
 def noise(seed: int, step: int, ids: _Ids) -> Logits:
@@ -222,25 +238,24 @@ def _philox(seed: int, step: int, counters: _Ids) -> _Words:
 
 
 def _philox_chunk(seed: int, step: int, counters: _Ids, out: _Words) -> None:
-    c0 = counters.astype(np.uint64)
-    c1 = np.full_like(c0, step)
-    c2, c3 = np.zeros_like(c0), np.zeros_like(c0)
-    p0, p1 = np.empty_like(c0), np.empty_like(c0)
-    key0, key1 = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
-    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    for _ in range(10):
-        np.multiply(c0, np.uint64(0xD2511F53), out=p0)
-        np.multiply(c2, np.uint64(0xCD9E8D57), out=p1)
-        np.right_shift(p1, half, out=c0)
-        c0 ^= c1
-        c0 ^= np.uint64(key0)
-        np.right_shift(p0, half, out=c2)
-        c2 ^= c3
-        c2 ^= np.uint64(key1)
-        np.bitwise_and(p1, low, out=c1)
-        np.bitwise_and(p0, low, out=c3)
-        key0, key1 = (key0 + 0x9E3779B9) & 0xFFFFFFFF, (key1 + 0xBB67AE85) & 0xFFFFFFFF
-    out[0], out[1], out[2], out[3] = c0, c1, c2, c3
+    # Both halves of a round are one array: `even` is (c0, c2), `odd` is (c1, c3).
+    even = np.zeros((2, len(counters)), np.uint64)
+    odd = np.zeros_like(even)
+    even[0], odd[0] = counters, step
+    product = np.empty_like(even)
+    for keys in _round_keys(seed):
+        np.multiply(even[::-1], _FACTORS, out=product)
+        np.right_shift(product, _HALF, out=even)
+        even ^= odd
+        even ^= keys
+        np.bitwise_and(product, _LOW, out=odd)
+    out[0::2], out[1::2] = even, odd
+
+
+def _round_keys(seed: int) -> NDArray[np.uint64]:
+    """Return [10, 2, 1]: the two keys of every round."""
+    first = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint64)
+    return ((first + np.arange(10, dtype=np.uint64)[:, None] * _WEYL) & _LOW)[:, :, None]
 
 
 def _gumbel(words: _Words) -> Logits:

@@ -61,8 +61,8 @@ class PatchSlot:
         token: the last token; also the model's next input.
         output: bytes that the last step decided.
         begun: a token that has bytes was read.
-    counts: what occurred before, when penalties ask for it.
-    value: the logits to draw from, between `penalize` and `sample`.
+        counts: what occurred before, when penalties ask for it.
+        value: the logits to draw from, between `penalize` and `sample`.
         refused: candidates refused by a ban; the reader may clear it, as it may ``text.events``.
         masked: times that all tokens were looked at; the reader may clear it.
         exhausted: True when no token was legal and the text was ended for it.
@@ -186,12 +186,12 @@ class Patch:
     def __init__(self, tables: Tables, steps: tuple[Step, ...], sampler: Sampler) -> None:
         self.tables = tables
         self.steps = steps
-        self._sampler = sampler
+        self.sampler = sampler
 
     def open(self, profile: int, draw: Draw, prompt: Sequence[int] = ()) -> PatchSlot:
         """Return a fresh slot in the start states of ``profile``; penalties look at ``prompt``."""
         ban = BanSlot(self.tables.bans, profile)
-        counts = self._sampler.counts(prompt) if draw.penalises else None
+        counts = self.sampler.counts(prompt) if draw.penalises else None
         return PatchSlot(draw, ban, self.tables.machine.start(profile), counts=counts)
 
     def run(self, logits: Logits, slots: Sequence[PatchSlot]) -> None:

@@ -8,6 +8,7 @@ and given back when a pool is empty: 128 slots of 4096 positions cost nothing at
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +107,12 @@ class SlotCache:
         self.max_positions = max_positions
         self._pools: dict[int, Pool] = {}
 
-    def stage(self, positions: int) -> Seat:
-        """Return a seat outside the batch for a prompt of ``positions`` tokens."""
-        return Seat(Pool(self.shape, capacity_for(positions, self.max_positions)))
+    def stage(self, positions: int, like: Seat | None = None) -> Seat:
+        """Return a seat outside the batch for a prompt of ``positions`` tokens that begins as ``like``."""
+        seat = Seat(Pool(self.shape, capacity_for(positions, self.max_positions)))
+        if like is not None:
+            _copy(like, seat)
+        return seat
 
     def join(self, staged: Seat) -> Seat:
         """Move a staged seat into the batch and return its seat there."""
@@ -138,58 +142,54 @@ class SlotCache:
     def _move(self, seat: Seat, capacity: int) -> Seat:
         pool = self._pools.setdefault(capacity, Pool(self.shape, capacity))
         moved = Seat(pool)
-        moved.length = seat.length
-        for new, old in zip(pool.layers, seat.pool.layers, strict=True):
-            new[moved.row, :, : seat.length] = old[seat.row, :, : seat.length]
+        _copy(seat, moved)
         return moved
 
 
-class PromptView:
-    """The cache as the model sees it while one prompt is read, chunk by chunk."""
+def _copy(source: Seat, target: Seat) -> None:
+    target.length = source.length
+    for new, old in zip(target.pool.layers, source.pool.layers, strict=True):
+        new[target.row, :, : source.length] = old[source.row, :, : source.length]
 
-    def __init__(self, seat: Seat, count: int) -> None:
+
+class _Chunk:
+    """The next ``count`` positions of one prompt: rows ``begin`` to ``end`` of the batch."""
+
+    __slots__ = ("_first", "_last", "_masks", "_seat", "begin", "end", "positions")
+
+    def __init__(self, seat: Seat, begin: int, count: int) -> None:
         self._seat = seat
-        self._begin = seat.length
-        self._end = seat.length + count
+        self._first, self._last = seat.length, seat.length + count
         self._masks: dict[int | None, Tensor | None] = {}
-
-    def get_seq_length(self, *_: Any) -> int:
-        """Return the filled positions; transformers asks for it."""
-        return self._begin
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Store [batch, heads, count, dim] each, as transformers calls it; attention gets this view."""
-        self.store(layer, torch.cat((keys, values), 1).transpose(1, 2))
-        return self, layer
+        self.begin, self.end = begin, begin + count
+        self.positions = torch.arange(self._first, self._last)
 
     def store(self, layer: int, pairs: Tensor) -> None:
-        """Store [1, count, 2 * heads, dim]."""
         place = self._seat.pool.layers[layer][self._seat.row]
-        place[:, self._begin : self._end] = pairs[0].transpose(0, 1)
+        place[:, self._first : self._last] = pairs.transpose(0, 1)
 
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return [1, count, query heads, dim] for queries [1, query heads, count, dim]."""
         pool, row = self._seat.pool, self._seat.row
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         mask = self._masks[window]
-        seen = pool.layers[layer][row : row + 1, :, : self._end]
+        seen = pool.layers[layer][row : row + 1, :, : self._last]
         out = scaled_dot_product_attention(
-            query,
+            query.transpose(0, 1)[None],
             seen[:, : pool.shape.heads],
             seen[:, pool.shape.heads :],
             attn_mask=mask,
-            is_causal=mask is None and query.shape[2] > 1,
+            is_causal=mask is None and len(query) > 1,
             scale=scale,
             enable_gqa=query.shape[1] != pool.shape.heads,
         )
-        return out.transpose(1, 2)
+        return out[0].transpose(0, 1)
 
     def _mask(self, window: int | None) -> Tensor | None:
-        if self._begin == 0 and (window is None or window >= self._end):
+        if self._first == 0 and (window is None or window >= self._last):
             return None
-        at = torch.arange(self._begin, self._end)[:, None]
-        seen = torch.arange(self._end)[None, :]
+        at = self.positions[:, None]
+        seen = torch.arange(self._last)[None, :]
         mask = seen <= at
         if window is not None:
             mask &= seen > at - window
@@ -197,79 +197,95 @@ class PromptView:
 
 
 class _Group:
-    """The rows of one pool in one step: queries ``begin`` to ``end`` of the batch."""
+    """All rows of one pool, with one new position each: rows ``begin`` to ``end`` of the batch."""
 
-    __slots__ = ("begin", "end", "longest", "masks", "places", "pool", "positions")
+    __slots__ = ("_masks", "_places", "_pool", "begin", "end", "longest", "positions")
 
     def __init__(self, pool: Pool, begin: int) -> None:
         lengths = [seat.length for seat in pool.seats]
-        self.pool = pool
+        self._pool = pool
         self.begin = begin
         self.end = begin + len(lengths)
         self.positions = torch.tensor(lengths)
         self.longest = max(lengths) + 1
         # Where each head's new vector goes when a layer is seen as one list of vectors.
         heads = torch.arange(len(lengths) * 2 * pool.shape.heads).view(len(lengths), -1)
-        self.places = (heads * pool.capacity + self.positions[:, None]).view(-1)
-        self.masks: dict[int | None, Tensor | None] = {}
+        self._places = (heads * pool.capacity + self.positions[:, None]).view(-1)
+        self._masks: dict[int | None, Tensor | None] = {}
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def store(self, layer: int, pairs: Tensor) -> None:
+        dim = self._pool.shape.dim
+        vectors = self._pool.layers[layer].view(-1, dim)
+        vectors.index_copy_(0, self._places, pairs.reshape(-1, dim))
+
+    def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+        shape, count = self._pool.shape, len(query)
+        seen = self._pool.layers[layer][:count, :, : self.longest]
+        out = scaled_dot_product_attention(
+            # All query heads of one key/value head see the same keys: they stand in for query positions.
+            query.reshape(count, shape.heads, -1, shape.dim),
+            seen[:, : shape.heads],
+            seen[:, shape.heads :],
+            attn_mask=self._mask(window, query.dtype),
+            scale=scale,
+        )
+        return out.reshape(count, -1, shape.dim)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Return [rows, 1, 1, longest], minus infinity where a row may not look; None when all see all."""
-        if window not in self.masks:
+        if window not in self._masks:
             at = self.positions[:, None, None, None]
             seen = torch.arange(self.longest)[None, None, None, :]
             hidden = seen > at
             if window is not None:
                 hidden |= seen <= at - window
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-            self.masks[window] = mask if bool(hidden.any()) else None
-        return self.masks[window]
+            self._masks[window] = mask if bool(hidden.any()) else None
+        return self._masks[window]
 
 
-class StepView:
-    """The cache as the model sees it in one decode step: one new position for every seat."""
+class BatchView:
+    """The cache as the model sees it in one forward pass over rows of many texts.
 
-    def __init__(self, pools: list[Pool]) -> None:
-        self._groups: list[_Group] = []
+    First come the chunks of prompts, then one new position for every seat of ``pools``.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[Seat, int]], pools: Sequence[Pool]) -> None:
+        """Take the seats of prompts with how many positions each reads now, and whole pools that step."""
+        self._parts: list[_Chunk | _Group] = []
+        for seat, count in chunks:
+            self._parts.append(_Chunk(seat, self._rows(), count))
+        self.last = [part.end - 1 for part in self._parts]
+        """The last row of every text: where its logits are."""
         for pool in pools:
-            self._groups.append(_Group(pool, self._groups[-1].end if self._groups else 0))
+            self._parts.append(_Group(pool, self._rows()))
+            self.last.extend(range(self._parts[-1].begin, self._parts[-1].end))
+
+    def _rows(self) -> int:
+        return self._parts[-1].end if self._parts else 0
 
     @property
     def positions(self) -> Tensor:
-        """The position of every row's new token, [batch, 1]."""
-        return torch.cat([group.positions for group in self._groups])[:, None]
+        """The position of every row, [rows]."""
+        return torch.cat([part.positions for part in self._parts])
 
     def get_seq_length(self, *_: Any) -> int:
-        """Return 0: positions are given to the model explicitly."""
+        """Return 0: transformers asks for it, but positions are given to the model explicitly."""
         return 0
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Store [batch, heads, count, dim] each, as transformers calls it; attention gets this view."""
-        self.store(layer, torch.cat((keys, values), 1).transpose(1, 2))
+        """Store [1, heads, rows, dim] each, as transformers calls it; attention gets this view."""
+        self.store(layer, torch.cat((keys, values), 1)[0].transpose(0, 1))
         return self, layer
 
     def store(self, layer: int, pairs: Tensor) -> None:
-        """Store [batch, 1, 2 * heads, dim], each row at its own position."""
-        for group in self._groups:
-            dim = group.pool.shape.dim
-            vectors = group.pool.layers[layer].view(-1, dim)
-            vectors.index_copy_(0, group.places, pairs[group.begin : group.end].reshape(-1, dim))
+        """Store [rows, 2 * heads, dim], each row at its own text and position."""
+        for part in self._parts:
+            part.store(layer, pairs[part.begin : part.end])
 
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return [batch, 1, query heads, dim] for queries [batch, query heads, 1, dim]."""
-        outs = []
-        for group in self._groups:
-            shape, count = group.pool.shape, group.end - group.begin
-            seen = group.pool.layers[layer][:count, :, : group.longest]
-            out = scaled_dot_product_attention(
-                # All query heads of one key/value head see the same keys: they stand in for query positions.
-                query[group.begin : group.end].reshape(count, shape.heads, -1, shape.dim),
-                seen[:, : shape.heads],
-                seen[:, shape.heads :],
-                attn_mask=group.mask(window, query.dtype),
-                scale=scale,
-            )
-            outs.append(out.reshape(count, 1, -1, shape.dim))
+        """Return [rows, query heads, dim] for queries of the same shape; each sees its own text."""
+        outs = [part.attend(layer, query[part.begin : part.end], scale, window) for part in self._parts]
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 

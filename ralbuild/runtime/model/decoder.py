@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 
-from ralbuild.runtime.model.cache import KvShape, PromptView, StepView
+from ralbuild.runtime.model.cache import BatchView, KvShape
 from ralbuild.runtime.model.linear import Product
 from ralbuild.runtime.model.spec import DecoderSpec, Rope
 
@@ -79,35 +79,36 @@ class Decoder:
         self._head = make.product([EMBEDDING if spec.tied else HEAD])
         self.shape = KvShape(spec.layers, spec.kv_heads, spec.dim, dtype)
 
-    def logits(self, tokens: Tensor, positions: Tensor, view: PromptView | StepView) -> Tensor:
-        """Return float32 [B, V] after the last of ``tokens`` [B, T]; keys and values go into ``view``."""
-        spec, (batch, count) = self._spec, tokens.shape
+    def logits(self, tokens: Tensor, view: BatchView) -> Tensor:
+        """Return float32 [texts, V] after the last of each text's ``tokens`` [rows].
+
+        ``view`` says whose rows they are; their keys and values go into it.
+        """
+        spec, count = self._spec, len(tokens)
         turned = spec.heads + spec.kv_heads
-        rows = self._embedding[tokens.view(-1)].to(self._dtype)
+        rows = self._embedding[tokens].to(self._dtype)
         if self._scale is not None:
             rows = rows * self._scale
-        cos, sin = self._rotation(positions)
+        cos, sin = self._rotation(view.positions)
         for number, layer in enumerate(self._layers):
-            heads = layer.qkv(layer.before(rows)).view(batch, count, -1, spec.dim)
+            heads = layer.qkv(layer.before(rows)).view(count, -1, spec.dim)
             if layer.q_norm is not None and layer.k_norm is not None:
-                heads[:, :, : spec.heads] = layer.q_norm(heads[:, :, : spec.heads])
-                heads[:, :, spec.heads : turned] = layer.k_norm(heads[:, :, spec.heads : turned])
+                heads[:, : spec.heads] = layer.q_norm(heads[:, : spec.heads])
+                heads[:, spec.heads : turned] = layer.k_norm(heads[:, spec.heads : turned])
             # In place: x * cos + rotate_half(x) * sin; the halves' signs are in `sin`.
-            rotary = heads[:, :, :turned]
+            rotary = heads[:, :turned]
             other = rotary.roll(spec.dim // 2, -1).mul_(sin)
             rotary.mul_(cos).add_(other)
-            view.store(number, heads[:, :, spec.heads :])
-            query = heads[:, :, : spec.heads].transpose(1, 2)
-            seen = view.attend(number, query, spec.dim**-0.5, layer.window)
-            rows = rows + layer.out(seen.reshape(batch * count, -1))
+            view.store(number, heads[:, spec.heads :])
+            seen = view.attend(number, heads[:, : spec.heads], spec.dim**-0.5, layer.window)
+            rows = rows + layer.out(seen.reshape(count, -1))
             gate, up = layer.gate_up(layer.after(rows)).chunk(2, -1)
             rows = rows + layer.down(self._activation(gate) * up)
-        last = rows.view(batch, count, -1)[:, -1]
-        return self._head(self._norm(last)).float()
+        return self._head(self._norm(rows[view.last])).float()
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines, [B, T, 1, dim] each."""
-        angles = positions[:, :, None, None].float() * self._frequencies
+        """Return cosines and signed sines, [rows, 1, dim] each."""
+        angles = positions[:, None, None].float() * self._frequencies
         cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 

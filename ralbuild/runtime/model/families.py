@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ralbuild.contract.families import SERVED_FAMILIES
 from ralbuild.runtime.errors import ModelMismatchError
-from ralbuild.runtime.model.cache import KvShape, PromptView, StepView
+from ralbuild.runtime.model.cache import BatchView, KvShape
 
 _HEAD_CLASS = {"gpt2": "GPT2LMHeadModel"}
 _ATTENTION = "ralbuild_slots"
@@ -64,12 +64,15 @@ def empty_model(config_class: type[Any], model_class: type[Any], plain: dict[str
     return model.eval()
 
 
-def run_module(model: Any) -> Callable[[Tensor, Tensor, PromptView | StepView], Tensor]:
-    """Return the forward pass of ``model`` as the decode graph calls it."""
+def run_module(model: Any) -> Callable[[Tensor, BatchView], Tensor]:
+    """Return the forward pass of ``model`` as the decode graph calls it: all rows are one text to it."""
 
-    def logits(tokens: Tensor, positions: Tensor, view: PromptView | StepView) -> Tensor:
-        out = model(input_ids=tokens, position_ids=positions, cache=view, use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1].float()
+    def logits(tokens: Tensor, view: BatchView) -> Tensor:
+        positions, last = view.positions[None], torch.tensor(view.last)
+        out = model(
+            input_ids=tokens[None], position_ids=positions, cache=view, use_cache=True, logits_to_keep=last
+        )
+        return out.logits[0].float()
 
     return logits
 
@@ -106,7 +109,7 @@ def _parameters_without_memory() -> Iterator[None]:
 def _attend(
     module: nn.Module,
     query: Tensor,
-    view: PromptView | StepView,
+    view: BatchView,
     layer: int,
     _mask: Tensor | None,
     scaling: float | None = None,
@@ -116,4 +119,4 @@ def _attend(
     """Attention as transformers calls it; ``view`` and ``layer`` are what the view's `update` returned."""
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     del module
-    return view.attend(layer, query, scale, sliding_window), None
+    return view.attend(layer, query[0].transpose(0, 1), scale, sliding_window)[None], None

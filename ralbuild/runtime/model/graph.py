@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from ralbuild.runtime.model.cache import KvShape, PromptView, Seat, SlotCache, StepView, step_pools
+from ralbuild.runtime.model.cache import BatchView, KvShape, Seat, SlotCache, step_pools
 from ralbuild.runtime.model.weights import LoadedModel
 from ralbuild.runtime.sampler import Logits
 from ralbuild.runtime.steps import Patch, PatchSlot
@@ -23,6 +21,15 @@ class Lane:
     slot: PatchSlot
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The next tokens of a lane's prompt; after the ``last`` ones it has its first token and may step."""
+
+    lane: Lane
+    tokens: Sequence[int]
+    last: bool = True
+
+
 class DecodeGraph:
     """Everything that one decode step runs. Not safe for threads: the engine's thread owns it."""
 
@@ -30,40 +37,58 @@ class DecodeGraph:
         self._logits = model.logits
         self.patch = patch
         self.cache = SlotCache(model.shape, max_positions)
+        self._prefix: tuple[int, ...] = ()
+        self._prefix_seat: Seat | None = None
 
     @property
     def shape(self) -> KvShape:
         """What a cached position costs."""
         return self.cache.shape
 
-    def open(self, slot: PatchSlot, positions: int) -> Lane:
-        """Return a lane for a prompt of ``positions`` tokens; it decodes after `read` saw all of them."""
-        return Lane(self.cache.stage(positions), slot)
+    def keep(self, prefix: Sequence[int]) -> None:
+        """Read what many prompts begin with, once and for all: `open` gives it to those that do.
 
-    def read(self, lane: Lane, tokens: Sequence[int], *, last: bool) -> None:
-        """Read a chunk of the prompt; after the ``last`` one the lane has its first token and may step."""
-        view = PromptView(lane.seat, len(tokens))
-        begin = lane.seat.length
-        positions = torch.arange(begin, begin + len(tokens))[None, :]
-        logits = self._forward(torch.tensor([list(tokens)]), positions, view)
-        lane.seat.length += len(tokens)
-        if last:
-            lane.seat = self.cache.join(lane.seat)
-            self.patch.run(logits, [lane.slot])
+        It is always read alone, so a text does not depend on what was asked before it.
+        """
+        if 0 < len(prefix) < self.cache.max_positions:
+            seat = self.cache.stage(len(prefix))
+            self._forward(prefix, BatchView([(seat, len(prefix))], ()))
+            seat.length = len(prefix)
+            self._prefix, self._prefix_seat = tuple(prefix), seat
 
-    def step(self, lanes: Sequence[Lane]) -> None:
-        """Give every lane its next token. ``lanes`` are all lanes that have joined, in any order."""
+    def open(self, slot: PatchSlot, prompt: Sequence[int]) -> Lane:
+        """Return a lane for a prompt. `advance` has to read it from its position ``seat.length`` on."""
+        size = len(self._prefix)
+        known = len(prompt) > size and tuple(prompt[:size]) == self._prefix
+        return Lane(self.cache.stage(len(prompt), self._prefix_seat if known else None), slot)
+
+    def advance(self, reads: Sequence[Read], lanes: Sequence[Lane]) -> None:
+        """Run the model once: read parts of prompts, and give every lane that has joined its next token.
+
+        Args:
+            reads: lanes that have not joined; those whose prompt ends here join and get their first token.
+            lanes: all lanes that have joined, in any order.
+        """
         for lane in lanes:
             lane.seat = self.cache.make_room(lane.seat)
         pools = step_pools([lane.seat for lane in lanes])
         owner = {id(lane.seat): lane for lane in lanes}
         ordered = [owner[id(seat)] for pool in pools for seat in pool.seats]
-        view = StepView(pools)
-        tokens = torch.tensor([[lane.slot.token] for lane in ordered])
-        logits = self._forward(tokens, view.positions, view)
+        view = BatchView([(read.lane.seat, len(read.tokens)) for read in reads], pools)
+        tokens = [token for read in reads for token in read.tokens]
+        logits = self._forward([*tokens, *(lane.slot.token for lane in ordered)], view)
         for lane in ordered:
             lane.seat.length += 1
-        self.patch.run(logits, [lane.slot for lane in ordered])
+        for read in reads:
+            read.lane.seat.length += len(read.tokens)
+            if read.last:
+                read.lane.seat = self.cache.join(read.lane.seat)
+        drawing = [number for number, read in enumerate(reads) if read.last]
+        slots = [reads[number].lane.slot for number in drawing] + [lane.slot for lane in ordered]
+        if len(drawing) < len(reads):
+            logits = logits[[*drawing, *range(len(reads), len(logits))]]
+        if slots:
+            self.patch.run(logits, slots)
 
     def reset(self) -> None:
         """Forget all lanes, after a step that failed half-way."""
@@ -73,7 +98,7 @@ class DecodeGraph:
         """Free the lane's place in the cache."""
         self.cache.leave(lane.seat)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, view: Any) -> Logits:
+    def _forward(self, tokens: Sequence[int], view: BatchView) -> Logits:
         with torch.inference_mode():
-            logits: Logits = self._logits(tokens, positions, view).numpy()
+            logits: Logits = self._logits(torch.tensor(tokens), view).numpy()
         return logits

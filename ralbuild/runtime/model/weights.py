@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ralbuild.runtime.errors import ModelMismatchError, OutOfMemoryError
-from ralbuild.runtime.model.cache import KvShape, PromptView, StepView
+from ralbuild.runtime.model.cache import BatchView, KvShape
 from ralbuild.runtime.model.decoder import EMBEDDING, HEAD, Decoder, expected_shapes
 from ralbuild.runtime.model.linear import widen_linears
 from ralbuild.runtime.model.spec import DecoderSpec
@@ -24,8 +24,8 @@ _BENIGN = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias
 """Tensors that old files carry and that are computed, not loaded."""
 
 
-Forward: TypeAlias = Callable[[Tensor, Tensor, PromptView | StepView], Tensor]
-"""Tokens [B, T], their positions [B, T] and the cache to float32 logits [B, V] after the last token."""
+Forward: TypeAlias = Callable[[Tensor, BatchView], Tensor]
+"""Tokens [rows] and the cache, which knows whose they are, to float32 logits [texts, V] after the last."""
 
 
 @dataclass(frozen=True, slots=True)
