@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ralbuild import __version__
 from ralbuild.cache import Cache
@@ -42,7 +42,6 @@ from ralbuild.image.registry.reference import Reference
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
-from ralbuild.proof import Sources, prove, sources_of
 from ralbuild.report import Report, format_bytes
 from ralbuild.signing import PublicKey, load_public_key
 from ralbuild.supply.attest import NOTHING, Wanted, attest_image, files_to_be
@@ -55,6 +54,9 @@ from ralbuild.weights.reshard import reshard
 from ralbuild.weights.scan import Order, ScannedModel, verify_folder
 from ralbuild.weights.scan import Verdict as FolderVerdict
 from ralbuild.weights.tokenizer import text_encoder
+
+if TYPE_CHECKING:
+    from ralbuild.proof import Sources
 
 Target = Literal["cpu", "cuda"]
 
@@ -328,6 +330,8 @@ def _reshard(model: ScannedModel, limit: int, report: Report) -> ScannedModel:
 
 def kernel_sources(request: BuildRequest, compiled: Compiled, report: Report) -> Sources:
     """Return where the source lines of the compiled kernels are found."""
+    from ralbuild.proof import sources_of  # the simulator: a build without --simulate does not wait for it
+
     users = _user_steps(compiled.loaded, compiled.model, compiled.bundle.engine.max_seq_len)
     specs = (*builtin_specs(), *(step.spec for step in users))
     return sources_of(compiled.bundle, specs, Cache(request.cache_dir, report))
@@ -337,6 +341,8 @@ def _proof(request: BuildRequest, compiled: Compiled, report: Report) -> str:
     """Run the kernels when that is asked for; return what the image's label says of it."""
     if not request.simulate:
         return ""
+    from ralbuild.proof import prove
+
     sources = kernel_sources(request, compiled, report)
     return prove(compiled.bundle, compiled.objects, sources, report)
 
