@@ -29,7 +29,7 @@ from ralbuild.contract.transducer import (
     write_transducer,
 )
 from ralbuild.contract.vocab import read_vocab, write_vocab
-from ralbuild.fold.bans import build_bans
+from ralbuild.fold.bans import Limits, build_bans
 from ralbuild.fold.folding import fold
 from ralbuild.simulate.buffers import Tables, table_buffers
 
@@ -136,7 +136,7 @@ class RandomMachine:
 def device_arrays(table: TransducerTable) -> dict[str, object]:
     """The table as the launcher binds it."""
     tokens = read_vocab(write_vocab([b"x"]), "test")
-    bans = read_bans(build_bans(((),)), "test")
+    bans = read_bans(build_bans([Limits()]), "test")
     arrays = table_buffers(Tables(table, bans, tokens, EOS))
     ours = ("fst_", "program", "string", "word", "mode", "mark", "kind", "accept")
     return {name: value for name, value in arrays.items() if name.startswith(ours)}

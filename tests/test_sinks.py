@@ -22,7 +22,7 @@ from ralbuild.image.outputs import ArchiveOutput, LayoutOutput
 from ralbuild.image.plan import HostFile, LayerPlan, bundled_layer
 from ralbuild.image.write import write_image
 from ralbuild.weights.reshard import reshard
-from ralbuild.weights.scan import ScannedModel, scan_model
+from ralbuild.weights.scan import ScannedModel, verify_folder
 
 NOWHERE = DigestCache(None)
 
@@ -114,7 +114,9 @@ def test_a_remembered_layer_is_not_read_and_one_changed_neighbour_reads_all_of_i
 
 
 def scanned(folder: Path, cache: DigestCache = NOWHERE) -> ScannedModel:
-    return scan_model(folder, cache, 0, lambda *_: None)
+    model = verify_folder(folder, cache, 0, lambda *_: None).model
+    assert model is not None
+    return model
 
 
 def write_out(model: ScannedModel, folder: Path) -> None:
