@@ -28,6 +28,8 @@ WARM_REQUESTS = 3
 POLL_SECONDS = 0.2
 FREE_SECONDS = 60.0
 SEEN_SECONDS = 10.0
+SETTLE_SECONDS = 0.3
+"""A request that the proxy let through just before it was told otherwise is at its server by then."""
 
 
 class _StepError(Exception):
@@ -204,6 +206,7 @@ class Release:
         if old is not None and self.host.status(old.container)[0] != "running":
             if plan.mode == "in-place":
                 self.proxy.hold(True)
+                self._drain_colour(plan.colour)
                 self.host.stop(plan.new.container, self.site.settings.drain_seconds)
             try:
                 self.host.start_again(old.container)
@@ -257,6 +260,7 @@ class Release:
         client = self._client(colour)
         began = time.monotonic()
         deadline = began + self.site.settings.drain_seconds
+        time.sleep(SETTLE_SECONDS)
         busy = self._busy(client, colour)
         while busy and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
