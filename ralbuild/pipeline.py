@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ralbuild import __version__
 from ralbuild.cache import Cache
+from ralbuild.checking import LAYER_MTIME, Checks, verify_model
 from ralbuild.compile.aot import compile_kernels
 from ralbuild.compile.lint import lint_kernel
 from ralbuild.compile.order import UserStep, step_order
@@ -26,6 +25,7 @@ from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
 from ralbuild.contract.families import SERVED_FAMILIES
 from ralbuild.digests import default_cache
 from ralbuild.errors import CacheError, CompileError, ConfigError, UsageError, WeightsError
+from ralbuild.files import write_atomically
 from ralbuild.fold.folding import Folded, fold
 from ralbuild.fold.plan_text import overlap_lines, plan_text
 from ralbuild.image.assemble import Image, assemble_image
@@ -43,16 +43,12 @@ from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
 from ralbuild.pins import load_pins
 from ralbuild.report import Report, format_bytes
-from ralbuild.signing import PublicKey, load_public_key
 from ralbuild.supply.attest import NOTHING, Wanted, attest_image, files_to_be
 from ralbuild.supply.sbom import spdx_name
 from ralbuild.supply.secrets import refuse_secrets
 from ralbuild.weights.card import read_license
-from ralbuild.weights.findings import FoundError
-from ralbuild.weights.output import summary
 from ralbuild.weights.reshard import reshard
-from ralbuild.weights.scan import Order, ScannedModel, verify_folder
-from ralbuild.weights.scan import Verdict as FolderVerdict
+from ralbuild.weights.scan import ScannedModel
 from ralbuild.weights.tokenizer import text_encoder
 
 if TYPE_CHECKING:
@@ -62,25 +58,6 @@ Target = Literal["cpu", "cuda"]
 
 SHOWN_OVERLAPS = 10
 """Lines on overlapping routes that a build prints."""
-LAYER_MTIME = 0
-"""Seconds since 1970 of every entry: a commit date here would change every weight layer's digest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checks:
-    """How strictly a model folder, and a user's kernels, are checked.
-
-    Attributes:
-        rehash: read every weight byte, whatever the cache knows.
-        strict: a warning is an error.
-        ignored: ids of findings that do not count.
-        signature_key: PEM file of the publisher's key; None leaves a signature unchecked.
-    """
-
-    rehash: bool = False
-    strict: bool = False
-    ignored: frozenset[str] = frozenset()
-    signature_key: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +87,7 @@ class BuildRequest:
     base: BaseSource | None = None
     registry: RegistryOptions = field(default_factory=RegistryOptions)
     reshard: int = 0
-    checks: Checks = Checks()
+    checks: Checks = field(default_factory=Checks)
     check_repro: bool = False
     attest: Wanted = NOTHING
     ignored_secrets: tuple[str, ...] = ()
@@ -220,56 +197,6 @@ def plan_only(
     return compiled, plan, image
 
 
-def verify_model(folder: Path, report: Report, checks: Checks) -> ScannedModel:
-    """Check and hash a model folder.
-
-    Raises:
-        FoundError: with every finding, when there is one that keeps it from being an image. Weights are
-            not read once one is known.
-    """
-    verdict = check_model(folder, report, checks, fail_fast=True)
-    if not verdict.passed(strict=checks.strict):
-        raise FoundError(verdict.findings, strict=checks.strict)
-    if verdict.model is None:  # what was ignored leaves nothing to build from
-        raise FoundError(verdict.ignored)
-    for finding in verdict.findings:
-        if finding.severity == "warning":
-            report.note(str(finding.problem()))
-    if verdict.model.left_out:
-        report.note(f"left out of the image: {', '.join(verdict.model.left_out)}")
-    return verdict.model
-
-
-def check_model(folder: Path, report: Report, checks: Checks, *, fail_fast: bool = False) -> FolderVerdict:
-    """Run every check of a model folder; ``fail_fast`` stops before weights are read for nothing."""
-    order = Order(
-        rehash=checks.rehash,
-        jobs=len(os.sched_getaffinity(0)),
-        fail_fast=fail_fast,
-        ignored=checks.ignored,
-        key=_signature_key(checks.signature_key),
-    )
-    with report.stage("verify") as stage:
-        progress = partial(report.progress, unit="B")
-        verdict = verify_folder(folder, default_cache(), LAYER_MTIME, progress, order)
-        model = verdict.model
-        if model is None:
-            stage.summary = summary(verdict)
-            return verdict
-        known = all(shard.digests.cached for shard in model.shards)
-        how = (
-            "digests reused, no weight byte read"
-            if known
-            else f"{format_bytes(model.weight_bytes)} read and hashed"
-        )
-        stage.summary = f"{model.manifest.model_type}, {model.manifest.tensors} tensors, {how}"
-    return verdict
-
-
-def _signature_key(path: Path | None) -> PublicKey | None:
-    return load_public_key(path) if path is not None else None
-
-
 def check_config(path: Path, model: ScannedModel | None = None) -> LoadedConfig:
     """Load a config and, given the model, check it against that.
 
@@ -351,13 +278,9 @@ def save_plan(compiled: Compiled, folder: Path) -> Path:
     """Write ``bundle.json`` and ``report.txt`` into the cache folder; return the report's path."""
     text = plan_text(compiled.bundle, compiled.bundle_sha256, compiled.folded.size)
     for name, data in (("bundle.json", compiled.bundle_json), ("report.txt", text.encode())):
-        partial = folder / f".{name}.{os.getpid()}"
         try:
-            partial.write_bytes(data)
-            partial.replace(folder / name)
+            write_atomically(folder / name, data)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
             raise CacheError(f"cannot be written: {error.strerror}", place=str(folder / name)) from None
     return folder / "report.txt"
 

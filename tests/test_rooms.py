@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ralbuild"
 
 ORDER = [
-    "errors", "engine", "contract", "pins", "digests", "signing", "config", "weights", "fold", "kernels", "compile",
-    "cache", "simulate", "render", "image", "supply", "report", "release", "debug", "proof", "pipeline", "doctor",
+    "errors", "files", "engine", "contract", "pins", "digests", "signing", "config", "weights", "fold", "kernels", "compile",
+    "cache", "simulate", "render", "image", "supply", "report", "checking", "release", "debug", "proof", "pipeline", "doctor",
     "cli",
 ]  # fmt: skip
 """A module may import only rooms to its left, and its own. docs/architecture.md draws it."""

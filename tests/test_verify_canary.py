@@ -128,7 +128,7 @@ def test_a_place_that_cannot_hold_the_file_is_known_before_the_model_runs(
 def test_a_wrong_canary_file_is_known_before_the_weights_are_read(
     action: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ralbuild.pipeline.check_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("ralbuild.checking.check_model", lambda *_, **__: pytest.fail("weights were read"))
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for file in (tmp_path / "no" / "c.json", tmp_path, *([pipe] if action == "check" else [])):

@@ -12,9 +12,10 @@ from ralbuild.errors import UsageError
 from ralbuild.report import Report, make_report
 
 if TYPE_CHECKING:
+    from ralbuild.checking import Checks
     from ralbuild.image.bases import BaseSource
     from ralbuild.image.registry.connect import RegistryOptions
-    from ralbuild.pipeline import BuildRequest, Checks
+    from ralbuild.pipeline import BuildRequest
     from ralbuild.signing import PrivateKey
 
 
@@ -72,7 +73,7 @@ def chosen_checks(options: argparse.Namespace) -> Checks:
     Raises:
         UsageError: when --ignore names no finding.
     """
-    from ralbuild.pipeline import Checks
+    from ralbuild.checking import Checks
     from ralbuild.weights.rules import find_rule
 
     ignored: set[str] = set()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ralbuild.errors import HostError
+from ralbuild.files import write_atomically
 from ralbuild.image.diff import ImageDiff, LayerChange
 from ralbuild.render import render_page
 from ralbuild.report import format_bytes
@@ -54,13 +53,9 @@ class Section:
 
 def write_page(path: Path, page: bytes) -> None:
     """Write a page so that a reader sees all of it or what was there before, or raise HostError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_bytes(page)
-        partial.replace(path)
+        write_atomically(path, page)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise HostError(f"cannot be written: {error.strerror}", place=str(path)) from None
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ralbuild.errors import GateError, UsageError
+from ralbuild.files import write_atomically
 
 if TYPE_CHECKING:
     from ralbuild.release.probe import Prober
@@ -108,14 +108,10 @@ def _deliver(text: str, out: Path | None) -> None:
     if out is None:
         print(text, flush=True)
         return
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        partial.write_text(text + "\n", "utf-8")
-        partial.replace(out)
+        write_atomically(out, f"{text}\n".encode())
     except OSError as error:
         raise UsageError(f"cannot be written: {error.strerror}", place=str(out)) from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _key_header(path: Path | None) -> tuple[tuple[str, str], ...]:

@@ -13,9 +13,9 @@ from ralbuild.cli.options import add_check_options, add_report_options, chosen_c
 from ralbuild.errors import UsageError, WeightsError
 
 if TYPE_CHECKING:
-    from ralbuild.pipeline import Checks
+    from ralbuild.checking import Checks
     from ralbuild.weights.canary import Canary
-    from ralbuild.weights.scan import Verdict
+    from ralbuild.weights.scan import ScannedModel, Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,19 +50,26 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.model is None:
         raise UsageError("needs --model DIR", hint="see `ralbuild verify --help`")
-    from ralbuild.pipeline import check_config, check_model
+    from ralbuild.checking import check_model
 
     recorded = _recorded(*options.canary) if options.canary else None
     checks = chosen_checks(options)
-    loaded = check_config(options.config) if options.config is not None else None
+    if options.config is not None:
+        _check_config(options.config)  # a mistake in it is known before weights are read
     verdict = check_model(options.model, chosen_report(options), checks, fail_fast=options.fail_fast)
-    if loaded is not None and verdict.model is not None:
-        check_config(options.config, verdict.model)
+    if options.config is not None and verdict.model is not None:
+        _check_config(options.config, verdict.model)
     if options.canary:
         verdict = _with_canary(verdict, recorded, Path(options.canary[1]), options.model, checks)
     passed = verdict.passed(strict=checks.strict)
     _print(options, verdict, passed=passed)
     return 0 if passed else WeightsError.exit_code
+
+
+def _check_config(path: Path, model: ScannedModel | None = None) -> None:
+    from ralbuild.pipeline import check_config  # what a build would say of the two
+
+    check_config(path, model)
 
 
 def _recorded(action: str, file: str) -> Canary | None:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ralbuild.errors import UsageError
+from ralbuild.image.oci import DIGEST
 from ralbuild.image.plan import BaseImage
 from ralbuild.image.reader import read_base
 from ralbuild.image.registry.base import pull_base
 from ralbuild.image.registry.connect import Registries
-from ralbuild.image.registry.reference import DIGEST, Reference, parse_reference
+from ralbuild.image.registry.reference import Reference, parse_reference
 
 FORMS = "oci:DIR[@sha256:DIGEST] or HOST/NAME@sha256:DIGEST"
 

@@ -12,11 +12,8 @@ from ralbuild.contract.codec import FormatError, from_plain, parse_json, sha256_
 from ralbuild.contract.manifest import ModelManifest
 from ralbuild.contract.places import BASE_MANIFEST, BUNDLE_FILE, OBJECTS_DIR
 from ralbuild.errors import ImageError
-from ralbuild.image.oci import LICENSE_LABEL, digest_of
+from ralbuild.image.oci import BASE_DIGEST, LICENSE_LABEL, digest_of
 from ralbuild.image.reader import StoredImage
-
-BASE_DIGEST = "org.opencontainers.image.base.digest"
-BASE_NAME = "org.opencontainers.image.base.name"
 
 ReadFile = Callable[[str], bytes | None]
 """Returns the bytes of a file of the image by its absolute path; None when there is none."""

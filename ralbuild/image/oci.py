@@ -7,6 +7,7 @@ unless the plan says otherwise; no float, no clock, sorted keys.
 from __future__ import annotations
 
 import datetime as dt
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ PACKING_LABEL = "io.ralbuild.packing"
 LICENSE_LABEL = "io.ralbuild.model.license"
 LAYER_NAME = "io.ralbuild.layer.name"
 LAYER_KIND = "io.ralbuild.layer.kind"
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 BASE_DIGEST = "org.opencontainers.image.base.digest"
 BASE_NAME = "org.opencontainers.image.base.name"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +12,10 @@ from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.digests import open_regular
 from ralbuild.errors import ImageError
 from ralbuild.image.blobs import BLOBS
-from ralbuild.image.oci import MAX_MANIFEST, digest_of
+from ralbuild.image.oci import DIGEST, MAX_MANIFEST, digest_of
 
 FILE_LIMIT = 64 << 20
 """Largest file or small blob that is read into memory, in bytes."""
-
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 OpenBlob = Callable[[str], IO[bytes]]
 """Opens a file of the store, such as ``blobs/sha256/<hex>``; raises OSError, KeyError or TarError."""
@@ -95,7 +92,7 @@ def as_object(data: bytes, name: str, store: str) -> dict[str, Any]:
 
 def hex_of(digest: Any, store: str) -> str:
     """Return the hex digits of a ``sha256:`` digest, or raise ImageError."""
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+    if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
         raise ImageError(f"needs a sha256 digest, found {digest!r}", place=store)
     return digest.removeprefix("sha256:")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from ralbuild.errors import UsageError
-from ralbuild.release.kubernetes import BY_DIGEST
 from ralbuild.release.proxy import haproxy_files
+from ralbuild.release.references import require_digest
 from ralbuild.release.site import COLOURS, Settings
 from ralbuild.render import RenderedFile, render_text
 
@@ -23,10 +22,8 @@ def render_compose(
     Raises:
         UsageError: for an image without a digest.
     """
-    for option, name in (("--image", image), ("--proxy-image", proxy_image)):
-        if not BY_DIGEST.match(name):
-            hint = "a tag may name another image tomorrow: give NAME@sha256:DIGEST"
-            raise UsageError(f"{name!r} is no image by digest", place=option, hint=hint)
+    require_digest(image, "--image")
+    require_digest(proxy_image, "--proxy-image")
     values = {
         "app": app,
         "image": image,

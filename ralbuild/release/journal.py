@@ -14,7 +14,8 @@ from typing import Any
 
 from ralbuild.contract.codec import FormatError, from_plain, parse_json, to_plain
 from ralbuild.errors import UsageError
-from ralbuild.release.site import Deployed, replace_file
+from ralbuild.files import write_atomically
+from ralbuild.release.site import Deployed
 
 JOURNAL_FILE, LAST_FILE = "journal.jsonl", "journal.last.jsonl"
 
@@ -62,7 +63,7 @@ class Journal:
         if (folder / JOURNAL_FILE).exists():
             hint = "run `ralbuild release resume` to go on with it, or `ralbuild release undo`"
             raise UsageError("an earlier release was interrupted", place=str(folder), hint=hint)
-        replace_file(folder / JOURNAL_FILE, _line({"plan": to_plain(plan)}))
+        write_atomically(folder / JOURNAL_FILE, _line({"plan": to_plain(plan)}), durable=True)
         return cls(folder, plan, [])
 
     @classmethod

@@ -9,11 +9,11 @@ from typing import Any
 
 from ralbuild.errors import UsageError
 from ralbuild.release.preflight import needs_of, ready_budget
+from ralbuild.release.references import require_digest
 from ralbuild.render import RenderedFile, render_text
 
 STRATEGIES = ("service-switch", "rollout", "recreate")
 ENVIRONMENTS = ("staging", "production")
-BY_DIGEST = re.compile(r"[a-z0-9][a-z0-9._/:-]*@sha256:[0-9a-f]{64}\Z")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?\Z")
 
 
@@ -179,9 +179,8 @@ def _check(wanted: Deployment) -> None:
         "--weights-image": wanted.weights_image,
     }
     for option, image in images.items():
-        if (image or option == "--image") and not BY_DIGEST.match(image):
-            hint = "a tag may name another image tomorrow: give NAME@sha256:DIGEST"
-            raise UsageError(f"{image!r} is no image by digest", place=option, hint=hint)
+        if image or option == "--image":
+            require_digest(image, option)
     if wanted.strategy == "rollout" and not wanted.probe_image:
         hint = "an image with `ralbuild` in it, by digest: the gate runs `ralbuild probe`"
         raise UsageError("a rollout needs an image for its gate", place="--probe-image", hint=hint)

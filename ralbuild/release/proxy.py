@@ -20,7 +20,8 @@ from pathlib import Path, PurePath
 from typing import Protocol
 
 from ralbuild.errors import HostError, UsageError
-from ralbuild.release.site import COLOURS, Settings, Site, other, replace_file
+from ralbuild.files import write_atomically
+from ralbuild.release.site import COLOURS, Settings, Site, other
 from ralbuild.render import render_text
 
 START_SECONDS = 10.0
@@ -155,7 +156,7 @@ class HaProxy(_Daemon):
     def write_files(self) -> None:
         for name, data in haproxy_files(self.folder, self.settings).items():
             if name != "state.map" or not (self.folder / name).exists():
-                replace_file(self.folder / name, data)
+                write_atomically(self.folder / name, data, durable=True)
 
     def check(self) -> None:
         self._run("-c", "-f", str(self.folder / "haproxy.cfg"))
@@ -216,7 +217,7 @@ class HaProxy(_Daemon):
         return (colour if colour in COLOURS else ""), pairs.get("hold") == "1"
 
     def _persist(self, colour: str, held: bool) -> None:
-        replace_file(self.folder / "state.map", _state_map(colour, held=held))
+        write_atomically(self.folder / "state.map", _state_map(colour, held=held), durable=True)
 
     def _set(self, key: str, value: str) -> None:
         said = self._ask(f"set map {self.folder}/state.map {key} {value}").strip()
@@ -247,7 +248,9 @@ class Nginx(_Daemon):
 
     def write_files(self) -> None:
         values = _values(self.folder, self.settings)
-        replace_file(self.folder / "nginx.conf", render_text("release/nginx.conf.j2", values))
+        write_atomically(
+            self.folder / "nginx.conf", render_text("release/nginx.conf.j2", values), durable=True
+        )
         if not (self.folder / "active.conf").exists():
             self._persist("")
 
@@ -308,7 +311,7 @@ class Nginx(_Daemon):
                 "    error_page 502 504 = @none;\n"
                 "}\n"
             )
-        replace_file(self.folder / "active.conf", text.encode())
+        write_atomically(self.folder / "active.conf", text.encode(), durable=True)
 
 
 def _unavailable() -> bytes:

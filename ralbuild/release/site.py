@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ralbuild.contract.codec import FormatError, canonical_json, from_plain, parse_json, to_plain
 from ralbuild.errors import HostError, UsageError
+from ralbuild.files import write_atomically
 
 FORMAT = "ralbuild.release/1"
 COLOURS = ("blue", "green")
@@ -135,7 +136,7 @@ class Site:
             raise UsageError(message, place=str(folder), hint="choose a shorter folder with --site")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(folder / SETTINGS_FILE, canonical_json(to_plain(settings)) + b"\n")
+            write_atomically(folder / SETTINGS_FILE, canonical_json(to_plain(settings)) + b"\n", durable=True)
         except OSError as error:
             raise HostError(f"cannot be written: {error.strerror}", place=str(folder)) from None
         return cls(folder, settings)
@@ -166,7 +167,7 @@ class Site:
 
     def save(self, state: State) -> None:
         """Replace the state; it is on disk when this returns."""
-        replace_file(self.folder / STATE_FILE, canonical_json(to_plain(state)) + b"\n")
+        write_atomically(self.folder / STATE_FILE, canonical_json(to_plain(state)) + b"\n", durable=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -187,19 +188,6 @@ class Site:
             yield
         finally:
             os.close(fd)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace ``path`` whole and durably."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _read(kind: type[T], path: Path, hint: str) -> T | None:

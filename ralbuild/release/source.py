@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,10 @@ from ralbuild.image.archive import archive_chunks
 from ralbuild.image.reader import open_image
 from ralbuild.image.stored import stored_image
 from ralbuild.release.containers import ContainerHost
+from ralbuild.release.references import HINT, is_by_digest
 
 FORMS = "oci:DIR, archive:FILE, docker:NAME or REGISTRY/NAME@sha256:DIGEST"
 _CHUNK = 1 << 20
-_BY_DIGEST = re.compile(r"[a-z0-9][a-z0-9._/:-]*@sha256:[0-9a-f]{64}\Z")
 _NEEDED = ("io.ralbuild.bundle", "io.ralbuild.target", "io.ralbuild.model", "io.ralbuild.weights.memory")
 
 
@@ -54,11 +53,10 @@ def parse_source(text: str, name: str) -> Source:
     scheme, colon, rest = text.partition(":")
     if colon and rest and scheme in ("oci", "archive", "docker"):
         return Source(text, scheme, rest, name)
-    if _BY_DIGEST.match(text):
+    if is_by_digest(text):
         return Source(text, "registry", text)
     if "/" in text and "@" not in text:
-        hint = "a tag may name another image tomorrow: give NAME@sha256:DIGEST"
-        raise UsageError(f"{text!r} has no digest", place="IMAGE", hint=hint)
+        raise UsageError(f"{text!r} has no digest", place="IMAGE", hint=HINT)
     raise UsageError(f"needs {FORMS}, found {text!r}", place="IMAGE")
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from ralbuild.contract.bundle import Kernel, ObjectRef
 from ralbuild.contract.codec import canonical_json
-from ralbuild.image.facts import BASE_NAME, ImageFacts, Package
+from ralbuild.image.facts import ImageFacts, Package
+from ralbuild.image.oci import BASE_NAME
 
 SBOM_TYPE = "application/vnd.cyclonedx+json"
 SBOM_PREDICATE = "https://cyclonedx.org/bom"

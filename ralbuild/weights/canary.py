@@ -7,8 +7,6 @@ processor may round it the other way, so each is recorded with its margin.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 from ralbuild.contract.codec import FormatError, canonical_json, from_plain, parse_json, to_plain
 from ralbuild.digests import open_regular
 from ralbuild.errors import HostError, WeightsError
+from ralbuild.files import write_atomically
 from ralbuild.weights.child import run_worker
 from ralbuild.weights.findings import Findings
 
@@ -80,15 +79,10 @@ def write_canary(folder: Path, file: Path) -> Canary:
     """
     check_place(file)
     canary = record(folder)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        partial.write_bytes(canonical_json(to_plain(canary)) + b"\n")
-        partial.replace(file)
+        write_atomically(file, canonical_json(to_plain(canary)) + b"\n")
     except OSError as error:
         raise HostError(f"cannot be written: {error.strerror}", place=str(file)) from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
     return canary
 
 

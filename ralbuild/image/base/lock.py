@@ -12,8 +12,9 @@ import tempfile
 from pathlib import Path
 
 from ralbuild.digests import make_cache_folder
+from ralbuild.files import write_atomically
 from ralbuild.image.base.fetch import pip_download
-from ralbuild.image.base.files import cache_dir, hash_file, write_atomically
+from ralbuild.image.base.files import cache_dir, hash_file
 from ralbuild.image.base.lockfile import LOCK_NAME, LockedWheel, format_lock, normalised, parse_lock
 
 ROOTS = (

@@ -17,8 +17,8 @@ from pathlib import Path
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
 from ralbuild.contract.tarball import PACKING
 from ralbuild.digests import open_regular
+from ralbuild.files import write_atomically
 from ralbuild.image.base.apt import DebianPackage
-from ralbuild.image.base.files import write_atomically
 from ralbuild.image.base.lockfile import Lock
 from ralbuild.image.base.recipe import RECIPE
 

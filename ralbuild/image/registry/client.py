@@ -14,10 +14,10 @@ from typing import Any
 
 from ralbuild.contract.codec import FormatError, canonical_json, parse_json
 from ralbuild.errors import ImageError
-from ralbuild.image.oci import INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST, digest_of
+from ralbuild.image.oci import DIGEST, INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST, digest_of
 from ralbuild.image.registry.auth import Scopes
 from ralbuild.image.registry.messages import Answer, Body, Reply, TransportError, Url
-from ralbuild.image.registry.reference import DIGEST, Reference
+from ralbuild.image.registry.reference import Reference
 from ralbuild.image.registry.retry import PASSING
 from ralbuild.image.registry.session import Registry, explain
 

@@ -7,13 +7,13 @@ import re
 from dataclasses import dataclass, replace
 
 from ralbuild.errors import UsageError
+from ralbuild.image.oci import DIGEST
 
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 HOST = rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[0-9a-fA-F:]+\])(?::[0-9]{{1,5}})?"
 REPOSITORY = rf"{_COMPONENT}(?:/{_COMPONENT})*"
 TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
-DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 _REFERENCE = re.compile(
     rf"(?P<host>{HOST})/(?P<repository>{REPOSITORY})(?::(?P<tag>{TAG}))?(?:@(?P<digest>{DIGEST.pattern}))?"

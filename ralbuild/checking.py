@@ -1,0 +1,88 @@
+"""Checking a model folder: what `verify` does alone, and every build does first.
+
+A room of its own, so that a check does not wait for the modules that build images.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ralbuild.digests import default_cache
+from ralbuild.report import Report, format_bytes
+from ralbuild.signing import PublicKey, load_public_key
+from ralbuild.weights.findings import FoundError
+from ralbuild.weights.output import summary
+from ralbuild.weights.scan import Order, ScannedModel, Verdict, verify_folder
+
+LAYER_MTIME = 0
+"""Seconds since 1970 of every entry: a commit date here would change every weight layer's digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """How strictly a model folder, and a user's kernels, are checked.
+
+    Attributes:
+        rehash: read every weight byte, whatever the cache knows.
+        strict: a warning is an error.
+        ignored: ids of findings that do not count.
+        signature_key: PEM file of the publisher's key; None leaves a signature unchecked.
+    """
+
+    rehash: bool = False
+    strict: bool = False
+    ignored: frozenset[str] = frozenset()
+    signature_key: Path | None = None
+
+
+def verify_model(folder: Path, report: Report, checks: Checks) -> ScannedModel:
+    """Check and hash a model folder.
+
+    Raises:
+        FoundError: with every finding, when there is one that keeps it from being an image. Weights are
+            not read once one is known.
+    """
+    verdict = check_model(folder, report, checks, fail_fast=True)
+    if not verdict.passed(strict=checks.strict):
+        raise FoundError(verdict.findings, strict=checks.strict)
+    if verdict.model is None:  # what was ignored leaves nothing to build from
+        raise FoundError(verdict.ignored)
+    for finding in verdict.findings:
+        if finding.severity == "warning":
+            report.note(str(finding.problem()))
+    if verdict.model.left_out:
+        report.note(f"left out of the image: {', '.join(verdict.model.left_out)}")
+    return verdict.model
+
+
+def check_model(folder: Path, report: Report, checks: Checks, *, fail_fast: bool = False) -> Verdict:
+    """Run every check of a model folder; ``fail_fast`` stops before weights are read for nothing."""
+    order = Order(
+        rehash=checks.rehash,
+        jobs=len(os.sched_getaffinity(0)),
+        fail_fast=fail_fast,
+        ignored=checks.ignored,
+        key=_signature_key(checks.signature_key),
+    )
+    with report.stage("verify") as stage:
+        progress = partial(report.progress, unit="B")
+        verdict = verify_folder(folder, default_cache(), LAYER_MTIME, progress, order)
+        model = verdict.model
+        if model is None:
+            stage.summary = summary(verdict)
+            return verdict
+        known = all(shard.digests.cached for shard in model.shards)
+        how = (
+            "digests reused, no weight byte read"
+            if known
+            else f"{format_bytes(model.weight_bytes)} read and hashed"
+        )
+        stage.summary = f"{model.manifest.model_type}, {model.manifest.tensors} tensors, {how}"
+    return verdict
+
+
+def _signature_key(path: Path | None) -> PublicKey | None:
+    return load_public_key(path) if path is not None else None
