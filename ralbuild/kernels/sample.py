@@ -50,38 +50,58 @@ def _value(key):
 
 
 @triton.jit
+def _wider(most, least, other_most, other_least):
+    return tl.maximum(most, other_most), tl.minimum(least, other_least)
+
+
+@triton.jit
 def _largest(row, size, WIDE: tl.constexpr):
+    """Return the largest logit, and one that at least WIDE tokens reach: the least of what the lanes found."""
     best = tl.full((WIDE,), -float("inf"), tl.float32)
     for first in range(0, size, WIDE):
         best = tl.maximum(best, _logits(row, first + tl.arange(0, WIDE), size))
-    return tl.max(best, 0)
+    return tl.reduce((best, best), 0, _wider)
+
+
+@triton.jit
+def _weight(value, top, scale, count):
+    """Return what a logit weighs: exp((value - top) * scale) in units of 2^-24, or 1 to count tokens."""
+    weight = (tl.exp((value - top) * scale) * 16777216.0 + 0.5).to(tl.uint32)
+    return tl.where(count, 1, weight)
+
+
+@triton.jit
+def _sums(a, b, c, more_a, more_b, more_c):
+    return a + more_a, b + more_b, c + more_c
 
 
 @triton.jit
 def _mass(row, size, top, scale, count, a, b, c, WIDE: tl.constexpr):
     """Return what the tokens of at least ``a``, ``b`` and ``c`` weigh together; with ``count`` their number.
 
-    A token weighs exp((value - top) * scale) in units of 2^-24, a whole number: so sums have no order.
+    Weights are whole numbers, so sums have no order; the three meet in one reduction of the block.
     """
     sum_a = tl.zeros((WIDE,), tl.uint32)
     sum_b = tl.zeros((WIDE,), tl.uint32)
     sum_c = tl.zeros((WIDE,), tl.uint32)
     for first in range(0, size, WIDE):
         value = _logits(row, first + tl.arange(0, WIDE), size)
-        weight = (tl.exp((value - top) * scale) * 16777216.0 + 0.5).to(tl.uint32)
-        weight = tl.where(count, 1, weight)
+        weight = _weight(value, top, scale, count)
         sum_a += tl.where(value >= a, weight, 0)
         sum_b += tl.where(value >= b, weight, 0)
         sum_c += tl.where(value >= c, weight, 0)
-    return tl.sum(sum_a.to(tl.int64), 0), tl.sum(sum_b.to(tl.int64), 0), tl.sum(sum_c.to(tl.int64), 0)
+    return tl.reduce((sum_a.to(tl.int64), sum_b.to(tl.int64), sum_c.to(tl.int64)), 0, _sums)
 
 
 @triton.jit
-def _edge(row, size, top, scale, count, need, low, high, WIDE: tl.constexpr):
-    """Return the largest key from ``low`` to ``high`` whose tokens and all larger ones hold ``need``.
+def _edge(row, size, top, scale, count, need, total, low, high, WIDE: tl.constexpr):
+    """Return a key from ``low`` to ``high`` that parts the tokens which hold ``need`` from the smaller ones.
 
-    ``low`` is taken when no other does. Each pass over the row tries three keys.
+    The tokens of at least ``low`` hold ``total``, and it is taken when no other key does. Each pass over
+    the row tries three keys; the search ends when one token, or one value, is left between the bounds.
     """
+    held = total
+    above = total * 0
     while low < high:
         span = high - low
         a = low + (span + 3) // 4
@@ -90,14 +110,23 @@ def _edge(row, size, top, scale, count, need, low, high, WIDE: tl.constexpr):
         in_a, in_b, in_c = _mass(row, size, top, scale, count, _value(a), _value(b), _value(c), WIDE)
         if in_c >= need:
             low = c
+            held = in_c
         elif in_b >= need:
             low = b
             high = c - 1
+            held = in_b
+            above = in_c
         elif in_a >= need:
             low = a
             high = b - 1
+            held = in_a
+            above = in_b
         else:
             high = a - 1
+            above = in_a
+        # Two tokens weigh at least 2 of the lightest together; the half is room for the exponential's error.
+        if (held - above) * 2 < _weight(_value(low), top, scale, count).to(tl.int64) * 3:
+            high = low
     return low
 
 
@@ -106,7 +135,7 @@ def _floor(row, size, heat, scale, top_k, top_p, min_p, WIDE: tl.constexpr):
     """Return the least logit that top_k, then top_p, then min_p keep."""
     floor = -3.4028234663852886e38
     if (heat > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
-        top = _largest(row, size, WIDE)
+        top, reached = _largest(row, size, WIDE)
         if top > -float("inf"):
             low = _key(floor)
             high = _key(top)
@@ -117,7 +146,10 @@ def _floor(row, size, heat, scale, top_k, top_p, min_p, WIDE: tl.constexpr):
                     total, _, _ = _mass(row, size, top, scale, by_count, kept, kept, kept, WIDE)
                     share = (top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
                     need = tl.where(by_count, top_k.to(tl.int64), share)
-                    low = _edge(row, size, top, scale, by_count, need, low, high, WIDE)
+                    # Where the search may begin: WIDE tokens reach this; what is below weighs nothing.
+                    least = tl.where(by_count & (top_k <= WIDE), reached, top - 18.0 * heat)
+                    low = tl.maximum(low, _key(least))
+                    low = _edge(row, size, top, scale, by_count, need, total, low, high, WIDE)
             floor = _value(low)
             if min_p > 0.0:
                 floor = tl.maximum(floor, top + heat * tl.log(min_p))
