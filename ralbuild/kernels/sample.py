@@ -56,7 +56,7 @@ def _wider(most, least, other_most, other_least):
 
 @triton.jit
 def _largest(row, size, WIDE: tl.constexpr):
-    """Return the largest logit, and one that at least WIDE tokens reach: the least of what the lanes found."""
+    """Return the largest logit, and one that WIDE tokens reach at least: the least of the lanes'."""
     best = tl.full((WIDE,), -float("inf"), tl.float32)
     for first in range(0, size, WIDE):
         best = tl.maximum(best, _logits(row, first + tl.arange(0, WIDE), size))
