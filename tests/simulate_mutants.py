@@ -90,6 +90,7 @@ EQUIVALENT = (
     ("sample", "off by one in a constant", r"tl\.load\(row \+ ids", r"mov\.b32.*-838860[78]",
      "minus infinity becomes NaN, which the next line of the source makes minus infinity"),
     ("sample", "off by one in a bound", r"going & \(here > 0\)", r"setp\.ge", "state 0 of the bans leads to itself"),
+    ("sample", "off by one in a constant", r"^$", r"selp\.b32.*, 2, 0,", "the largest of ones and zeros is only compared with zero"),
     ("sample", "off by one", r"tl\.log\(", r"setp\.l[te]\.u32.*213909504[01]",
      "tests for infinity in a logarithm whose argument is finite"),
     ("sample", "off by one in a bound|swap a compare", r"tl\.log\(", r"0f00800000",
@@ -451,8 +452,10 @@ def sample_work() -> Callable[[Module], Comparison]:
         if size == 1104:
             stages.append((same, fine_draws(size + 37, size), quiet, 64))
     wide = read_vocab(write_vocab([*words, *(word + b" " for word in words), *words[:300]]), "wide")
+    few = Tables(fst, bans, read_vocab(write_vocab(words[:90]), "few"), (3,))
     hard = [b"b" + word for word in words[:1000]] + words[:20]
     stages += [
+        (few, [replace(draw, ban_strict=1) for draw in random_draws(few, 4, 6)], quiet, 4),
         (Tables(fst, bans, read_vocab(write_vocab(hard), "walls"), (1019,)), walls(bans, hard), quiet, 8),
         (Tables(fst, bans, wide, (3, 7)), cut_draws(len(wide)), quiet, 64),
     ]

@@ -158,6 +158,43 @@ def test_every_draw_agrees_with_the_numpy_twin_and_no_banned_phrase_appears(kern
     assert not any(phrase in text for phrase in phrases for text in texts)
 
 
+def test_cuts_keep_the_same_tokens_wherever_their_edge_lies(kernels: Interpreter) -> None:
+    """Few and many kept, ties, sums met to the unit, logits around zero, and more kept than a pass has lanes."""
+    rng = np.random.default_rng(17)
+    slots = 12
+    rows = rng.standard_normal((slots, VOCAB)) * rng.choice([0.1, 1, 30], (slots, 1))
+    rows[::3] = np.round(rows[::3] * 4) / 4
+    rows[5] = 0.0
+    rows[6, 40:] = -np.inf
+    words = [b"x"] * TOKENIZER
+    args = device_arrays(ban_automaton([b"q"]), words, rows.astype(np.float32))
+    args["temperature"] = rng.choice([0.01, 0.7, 1, 8], slots).astype(np.float32)
+    args["top_k"] = rng.choice([0, 1, 2, 3, 256, 257, 2000], slots).astype(np.int32)
+    args["top_p"] = rng.choice([1e-9, 0.1, 0.25, 0.5, 0.95, 1], slots).astype(np.float32)
+    draws = [expected(args, slot, lambda _: True) for slot in range(slots)]
+    out = kernels.launch("sample", slots, args, CONSTANTS | {"WIDE": 256})
+    assert out["token"].tolist() == [draw.token for draw in draws]
+
+
+def test_top_k_keeps_tokens_that_weigh_nothing_when_those_before_are_banned(kernels: Interpreter) -> None:
+    """Ten banned tokens far above 300 others, of which top_k 290 keeps 280: all of them can be drawn."""
+    slots = 2
+    rows = np.full((slots, VOCAB), -np.inf, np.float32)
+    rows[:, 100:110] = 50.0
+    rows[:, 400:700] = -950.0 - 1e-4 * np.arange(300)
+    words = [b"y"] * TOKENIZER
+    words[100:110] = [b"x"] * 10
+    table = ban_automaton([b"x"])
+    args = device_arrays(table, words, rows)
+    args["temperature"] = np.full(slots, 0.5, np.float32)
+    args["top_k"] = np.full(slots, 290, np.int32)
+    out = kernels.launch("sample", slots, args, CONSTANTS | {"WIDE": 256})
+    assert out["token"].min() >= 400
+    assert not out["draw_event"].any(), "the cut was made anew: too few were kept"
+    legal = legality(table, words, 1, False)
+    assert out["token"].tolist() == [expected(args, slot, legal).token for slot in range(slots)]
+
+
 def test_greedy_takes_the_first_largest_token_that_the_tokenizer_knows(
     kernels: Interpreter,
 ) -> None:

@@ -94,10 +94,20 @@ def _mass(row, size, top, scale, count, a, b, c, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _total(row, size, top, scale, least, WIDE: tl.constexpr):
+    """Return what the tokens of at least ``least`` weigh together."""
+    total = tl.zeros((WIDE,), tl.uint32)
+    for first in range(0, size, WIDE):
+        value = _logits(row, first + tl.arange(0, WIDE), size)
+        total += tl.where(value >= least, _weight(value, top, scale, False), 0)
+    return tl.sum(total.to(tl.int64), 0)
+
+
+@triton.jit
 def _edge(row, size, top, scale, count, need, total, low, high, WIDE: tl.constexpr):
     """Return a key from ``low`` to ``high`` that parts the tokens which hold ``need`` from the smaller ones.
 
-    The tokens of at least ``low`` hold ``total``, and it is taken when no other key does. Each pass over
+    The tokens of at least ``low`` hold ``total`` at most, and it is taken when no other key does. A pass over
     the row tries three keys; the search ends when one token, or one value, is left between the bounds.
     """
     held = total
@@ -142,12 +152,13 @@ def _floor(row, size, heat, scale, top_k, top_p, min_p, WIDE: tl.constexpr):
             for cut in range(2):  # top_k counts tokens, then top_p weighs what is left
                 by_count = cut == 0
                 if tl.where(by_count, top_k > 0, top_p < 1.0):
-                    kept = _value(low)
-                    total, _, _ = _mass(row, size, top, scale, by_count, kept, kept, kept, WIDE)
-                    share = (top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-                    need = tl.where(by_count, top_k.to(tl.int64), share)
-                    # Where the search may begin: WIDE tokens reach this; what is below weighs nothing.
-                    least = tl.where(by_count & (top_k <= WIDE), reached, top - 18.0 * heat)
+                    need = top_k.to(tl.int64)
+                    total = size.to(tl.int64)
+                    least = tl.where(top_k <= WIDE, reached, floor)
+                    if cut == 1:
+                        total = _total(row, size, top, scale, _value(low), WIDE)
+                        need = (top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+                        least = top - 18.0 * heat  # what is below weighs nothing
                     low = tl.maximum(low, _key(least))
                     low = _edge(row, size, top, scale, by_count, need, total, low, high, WIDE)
             floor = _value(low)
