@@ -26,7 +26,7 @@ from ralbuild.errors import UsageError
 if TYPE_CHECKING:
     from ralbuild.image.assemble import Image
     from ralbuild.image.write import WrittenImage
-    from ralbuild.pipeline import Compiled
+    from ralbuild.pipeline.compiling import Compiled
     from ralbuild.report import Report
     from ralbuild.supply.attest import Wanted
 
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from ralbuild.contract.codec import to_plain
     from ralbuild.image.outputs import parse_output, parse_tag
     from ralbuild.image.plan import planned_files
-    from ralbuild.pipeline import build_image, plan_only
+    from ralbuild.pipeline.building import build_image, plan_only
 
     report = chosen_report(options)
     outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])

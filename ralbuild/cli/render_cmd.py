@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         return _deliver(files, options.out, files[0].path)
     if options.model is None:
         raise UsageError("a build context needs --model", place="render")
-    from ralbuild.pipeline import render_context
+    from ralbuild.pipeline.building import render_context
 
     request = build_request(options, base=chosen_base(options))
     print(render_context(request, options.out, chosen_report(options)) / "Dockerfile")

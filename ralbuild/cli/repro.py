@@ -21,7 +21,7 @@ from ralbuild.image.base import ensure_base
 from ralbuild.image.bases import BaseSource, LayoutBase
 from ralbuild.image.plan import ImagePlan, PlannedFile, planned_files
 from ralbuild.image.registry.connect import RegistryOptions
-from ralbuild.pipeline import BuildRequest
+from ralbuild.pipeline.request import BuildRequest
 from ralbuild.report import Report
 
 _START = """\
