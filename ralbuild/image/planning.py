@@ -1,12 +1,12 @@
 """From a compiled bundle to an `ImagePlan`: which file goes where, in which layer, with which labels.
 
-Layers are ordered by rate of change: base, weights, tokenizer and configs, launcher, rules. A changed
-rule touches the last one only.
+Layers are ordered by rate of change: base, weights, tokenizer and configs, launcher, kernels, rules. A
+changed rule touches the last one only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -85,7 +85,7 @@ def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
     """
     check_base(base, parts.bundle.target)
     weights = _weight_layers(parts.model.shards)
-    layers = (*weights, _model_layer(parts), _launcher_layer(), _rules_layer(parts))
+    layers = (*weights, _model_layer(parts), _launcher_layer(), *_bundle_layers(parts))
     config = run_config(parts.bundle_sha256, image_labels(parts))
     annotations = {"org.opencontainers.image.title": parts.bundle.model}
     return ImagePlan(base, layers, config, parts.created, parts.mtime, annotations)
@@ -208,11 +208,25 @@ def launcher_files() -> tuple[FileEntry, ...]:
     return tuple(FileEntry(f"{folder}/{path.relative_to(package)}", path.read_bytes()) for path in sources)
 
 
-def _rules_layer(parts: ImageParts) -> LayerPlan:
+def _bundle_layers(parts: ImageParts) -> tuple[LayerPlan, LayerPlan]:
+    """Return the layer that rules do not change, and the one that they do."""
+    bundle = parts.bundle
+    fixed = {bundle.manifest.sha256, bundle.vocab.sha256}
+    fixed |= {
+        ref.sha256 for kernel in bundle.kernels for item in kernel.objects for ref in (item.cubin, item.ptx)
+    }
     entries = [
         FileEntry(BUNDLE_FILE.strip("/"), parts.bundle_json),
         FileEntry(CONFIG_FILE.strip("/"), parts.config_source),
+        *_object_entries(parts, parts.objects.keys() - fixed),
     ]
+    owned = (str(Path(BUNDLE_FILE).parent).strip("/"),)
+    return (
+        LayerPlan("kernels and vocabulary", "small", tuple(_object_entries(parts, fixed)), owned),
+        LayerPlan("rules", "small", tuple(entries), owned),
+    )
+
+
+def _object_entries(parts: ImageParts, digests: Set[str]) -> Iterator[FileEntry]:
     folder = OBJECTS_DIR.strip("/")
-    entries += [FileEntry(f"{folder}/{digest}", data) for digest, data in sorted(parts.objects.items())]
-    return LayerPlan("rules", "small", tuple(entries), (str(Path(BUNDLE_FILE).parent).strip("/"),))
+    return (FileEntry(f"{folder}/{digest}", parts.objects[digest]) for digest in sorted(digests))
