@@ -26,8 +26,9 @@ from ralbuild.image.facts import ImageFacts, stored_facts
 from ralbuild.image.layout import write_layout
 from ralbuild.image.reader import open_image
 from ralbuild.image.stored import stored_image
-from ralbuild.supply.attest import Wanted, make_artifacts
+from ralbuild.supply.attest import make_artifacts
 from ralbuild.supply.sbom import sbom_json
+from ralbuild.supply.wanted import Wanted
 
 SIGN, BOM, SLSA = (
     "https://sigstore.dev/cosign/sign/v1",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ralbuild.image.write import WrittenImage
     from ralbuild.pipeline.compiling import Compiled
     from ralbuild.report import Report
-    from ralbuild.supply.attest import Wanted
+    from ralbuild.supply.wanted import Wanted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Build an image; print its manifest digest and nothing else on standard output."""
-    from ralbuild.cli.repro import check_reproducible
     from ralbuild.contract.codec import to_plain
     from ralbuild.image.outputs import parse_output, parse_tag
     from ralbuild.image.plan import planned_files
@@ -93,6 +92,8 @@ def run(options: argparse.Namespace) -> int:
     if options.check_repro or options.dry_run:
         compiled, plan, image = plan_only(request, outputs, report)
         if options.check_repro:
+            from ralbuild.cli.repro import check_reproducible
+
             check_reproducible(request, plan, image, report)
         if options.dry_run:
             files = to_plain(planned_files(plan))
@@ -106,8 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _wanted(options: argparse.Namespace) -> Wanted:
-    from ralbuild.supply.attest import Wanted
-    from ralbuild.supply.provenance import LOCAL_BUILDER
+    from ralbuild.supply.wanted import LOCAL_BUILDER, Wanted
 
     if options.builder and not options.provenance:
         raise UsageError("says who runs the build, but no --provenance is asked for", place="--builder")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ralbuild.errors import UsageError
 from ralbuild.image.oci import DIGEST
 from ralbuild.image.plan import BaseImage
 from ralbuild.image.reader import read_base
-from ralbuild.image.registry.base import pull_base
-from ralbuild.image.registry.connect import Registries
 from ralbuild.image.registry.reference import Reference, parse_reference
+
+if TYPE_CHECKING:
+    from ralbuild.image.registry.connect import Registries
 
 FORMS = "oci:DIR[@sha256:DIGEST] or HOST/NAME@sha256:DIGEST"
 
@@ -58,4 +60,6 @@ def open_base(source: BaseSource, registries: Registries) -> BaseImage:
     """
     if isinstance(source, LayoutBase):
         return read_base(source.path, digest=source.digest)
+    from ralbuild.image.registry.base import pull_base
+
     return pull_base(registries.repository(source), source)

@@ -6,18 +6,17 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ralbuild.digests import DigestCache
-from ralbuild.image.archive import open_archive
 from ralbuild.image.assemble import Image
-from ralbuild.image.daemon import open_docker
 from ralbuild.image.disk import Note
 from ralbuild.image.layers import Progress, WrongLayerError
-from ralbuild.image.layout import open_layout
 from ralbuild.image.outputs import ArchiveOutput, DockerOutput, LayoutOutput, Output, RegistryOutput
-from ralbuild.image.registry.connect import Registries
-from ralbuild.image.registry.sink import open_registry
 from ralbuild.image.sink import Sink
+
+if TYPE_CHECKING:
+    from ralbuild.image.registry.connect import Registries
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +128,20 @@ def _key(output: Output) -> tuple[int, str]:
 
 
 def _open(output: Output, image: Image, tag: str, shared: _Shared) -> contextlib.AbstractContextManager[Sink]:
+    # Each kind of output is imported when it is asked for: a changed rule should not wait for HTTP and TLS.
     if isinstance(output, LayoutOutput):
+        from ralbuild.image.layout import open_layout
+
         return open_layout(output.path, image, tag, shared.cache, shared.progress, shared.note)
     if isinstance(output, ArchiveOutput):
+        from ralbuild.image.archive import open_archive
+
         return open_archive(output.path, image, tag, shared.progress, shared.note)
     if isinstance(output, RegistryOutput):
         assert shared.registries is not None
+        from ralbuild.image.registry.sink import open_registry
+
         return open_registry(output.reference, image, shared.registries, shared.progress)
+    from ralbuild.image.daemon import open_docker
+
     return open_docker(image, tag, shared.progress)

@@ -10,7 +10,6 @@ from ralbuild.errors import UsageError
 from ralbuild.image.assemble import Image, assemble_image
 from ralbuild.image.base import ensure_base
 from ralbuild.image.bases import LayoutBase, open_base
-from ralbuild.image.context import write_context
 from ralbuild.image.outputs import Output, RegistryOutput
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
@@ -24,7 +23,6 @@ from ralbuild.pipeline.proving import prove_kernels
 from ralbuild.pipeline.request import BuildRequest
 from ralbuild.pipeline.writing import write_outputs
 from ralbuild.report import Report, format_bytes
-from ralbuild.supply.attest import attest_image, files_to_be
 from ralbuild.supply.sbom import spdx_name
 from ralbuild.supply.secrets import refuse_secrets
 from ralbuild.weights.card import read_license
@@ -76,6 +74,8 @@ def render_context(request: BuildRequest, out: Path, report: Report) -> Path:
     compiled = compile_model(request, report)
     with open_registries(request.registry) as registries:
         plan, _ = assemble(request, compiled, report, registries)
+    from ralbuild.image.context import write_context
+
     with report.stage("render") as stage:
         count = write_context(plan, out)
         stage.summary = f"{count} files"
@@ -137,6 +137,8 @@ def _attest(image: Image, tag: str, plan: ImagePlan, request: BuildRequest, repo
         raise UsageError(
             "what is attested names the base's packages, and they are read in a layout", hint=hint
         )
+    from ralbuild.supply.attest import attest_image, files_to_be
+
     with report.stage("attest") as stage, open_image(base.path, digest=base.digest) as stored:
         image = attest_image(image, files_to_be(plan, stored), request.attest, str(base.path))
         stage.summary = str(request.attest)

@@ -22,7 +22,6 @@ from ralbuild.pipeline.checks import engine_of, refuse_user_kernels
 from ralbuild.pipeline.kernels import compile_specs, kernel_summary, lint, user_steps, with_data
 from ralbuild.pipeline.request import BuildRequest, Target
 from ralbuild.report import Report, byte_counter, format_bytes
-from ralbuild.weights.reshard import reshard
 from ralbuild.weights.scan import ScannedModel
 
 SHOWN_OVERLAPS = 10
@@ -51,7 +50,7 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
     loaded = load_config(request.config)
     refuse_user_kernels(loaded, request.target)
     cache = Cache(request.cache_dir, report)
-    model = verify_model(request.model, report, request.checks)
+    model = verify_model(request.model, report, request.checks, cache)
     if request.reshard:
         model = _reshard(model, request.reshard, report)
     engine = engine_of(loaded, model, request.target)
@@ -85,6 +84,8 @@ def _note_overlaps(loaded: LoadedConfig, folded: Folded, report: Report) -> None
 
 
 def _reshard(model: ScannedModel, limit: int, report: Report) -> ScannedModel:
+    from ralbuild.weights.reshard import reshard
+
     with report.stage("reshard") as stage:
         progress = byte_counter(report, model.weight_bytes)
         fresh = reshard(model, limit, default_cache(), LAYER_MTIME, progress)

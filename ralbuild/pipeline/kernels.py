@@ -8,11 +8,9 @@ from dataclasses import replace
 
 from ralbuild.cache import Cache
 from ralbuild.compile.aot import compile_kernels
-from ralbuild.compile.lint import lint_kernel
 from ralbuild.compile.order import UserStep
 from ralbuild.compile.spec import KernelSpec
 from ralbuild.compile.toolchain import find_toolchain
-from ralbuild.compile.user_source import user_spec
 from ralbuild.config.load import LoadedConfig
 from ralbuild.config.model import ARCHITECTURES
 from ralbuild.contract import bundle as contract
@@ -21,7 +19,6 @@ from ralbuild.pins import load_pins
 from ralbuild.pipeline.request import BuildRequest
 from ralbuild.report import Report, format_bytes
 from ralbuild.weights.scan import ScannedModel
-from ralbuild.weights.tokenizer import text_encoder
 
 
 def user_steps(loaded: LoadedConfig, model: ScannedModel, max_seq_len: int) -> tuple[UserStep, ...]:
@@ -32,6 +29,9 @@ def user_steps(loaded: LoadedConfig, model: ScannedModel, max_seq_len: int) -> t
     """
     if not loaded.kernels:
         return ()
+    from ralbuild.compile.user_source import user_spec
+    from ralbuild.weights.tokenizer import text_encoder
+
     encode = text_encoder(dict(model.files)["tokenizer.json"])
     return tuple(
         UserStep(
@@ -57,6 +57,10 @@ def lint(users: Sequence[UserStep], report: Report, *, strict: bool) -> None:
     Raises:
         CompileError: with every defect, when ``strict``.
     """
+    if not users:
+        return
+    from ralbuild.compile.lint import lint_kernel
+
     problems = [defect.problem for step in users for defect in lint_kernel(step.spec)]
     if strict and problems:
         raise CompileError.of(problems)

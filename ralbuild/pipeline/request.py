@@ -9,7 +9,7 @@ from typing import Literal
 from ralbuild.checking import Checks
 from ralbuild.image.bases import BaseSource
 from ralbuild.image.registry.connect import RegistryOptions
-from ralbuild.supply.attest import NOTHING, Wanted
+from ralbuild.supply.wanted import NOTHING, Wanted
 
 Target = Literal["cpu", "cuda"]
 

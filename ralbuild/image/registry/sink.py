@@ -104,7 +104,7 @@ def open_registry(
     try:
         yield sink
     except BaseException:
-        registries.transport.close()
+        registries.close()
         raise
     finally:
         sink.stop()
