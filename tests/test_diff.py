@@ -149,7 +149,7 @@ def test_inspect_tells_the_image_s_part_from_the_serving_side_s(work: Work) -> N
     assert {"rules", "routes", "kernels", "weights", "tokenizer", "engine"} <= by["image"]
     assert {"route", "prompts", "access", "host"} <= by["serving"]
     assert answer["sbom"] == {
-        "model files": 7, "model license": "Apache-2.0", "Debian packages": 2, "Python packages": 1, "kernels": 0, "rules": 9,
+        "model files": 8, "model license": "Apache-2.0", "Debian packages": 2, "Python packages": 1, "kernels": 0, "rules": 9,
     }  # fmt: skip
     assert {item["what"] for item in answer["artifacts"]} == {
         "signature", "signature for cosign 1 and 2", "bill of materials", "signed bill of materials", "signed provenance",

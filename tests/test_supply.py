@@ -36,7 +36,7 @@ SIGN, BOM, SLSA = (
     "https://slsa.dev/provenance/v1",
 )
 CYCLONEDX, OLD = "application/vnd.cyclonedx+json", "old signature"
-LEFT_OUT = {"README.md", "model.safetensors.index.json"}
+LEFT_OUT = {"README.md"}
 """Files of the model folder that do not go into an image."""
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 

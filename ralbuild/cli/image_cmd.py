@@ -24,7 +24,7 @@ from ralbuild.cli.options import (
 from ralbuild.errors import UsageError
 
 if TYPE_CHECKING:
-    from ralbuild.image.assemble import Image
+    from ralbuild.image.assemble import Image, Layer
     from ralbuild.image.write import WrittenImage
     from ralbuild.pipeline.compiling import Compiled
     from ralbuild.report import Report
@@ -60,6 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reshard", metavar="SIZE", help="cut the weights into files of at most SIZE (5GB), without loss"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("baked", "volume"),
+        default="baked",
+        help="in the image, or in one of their own beside it (NAME-weights), mounted at /models",
+    )
+    parser.add_argument(
+        "--modelpack", action="store_true", help="add a ModelPack manifest of the same blobs (NAME-modelpack)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and write no image"
@@ -120,11 +129,28 @@ def _wanted(options: argparse.Namespace) -> Wanted:
 def _table(image: Image) -> str:
     from ralbuild.report import format_bytes
 
-    lines = [f"{image.digest}  (not written)"]
-    for layer in image.layers:
-        item = layer.descriptor
-        lines.append(f"  {item.digest[:19]}  {format_bytes(item.size):>8}  {item.kind:<8} {item.name}")
+    def rows(layers: tuple[Layer, ...]) -> list[str]:
+        items = [layer.descriptor for layer in layers]
+        return [f"  {i.digest[:19]}  {format_bytes(i.size):>8}  {i.kind:<8} {i.name}" for i in items]
+
+    lines = [f"{image.digest}  (not written)", *rows(image.layers)]
+    for item in image.companions:
+        lines += ["", f"{item.digest}  beside it: {item.suffix}"]
+        lines += rows(image.beside) if item.suffix == "weights" else []
     return "\n".join(lines)
+
+
+def _layers(layers: tuple[Layer, ...], reused: set[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": layer.descriptor.name,
+            "kind": layer.descriptor.kind,
+            "digest": layer.descriptor.digest,
+            "size": layer.descriptor.size,
+            "reused": layer.descriptor.digest in reused,
+        }
+        for layer in layers
+    ]
 
 
 def _json(
@@ -139,16 +165,9 @@ def _json(
         "names": list(written.names) if written else [],
         "summary": {stage.name: stage.summary for stage in report.stages},
         "seconds": {stage.name: round(stage.seconds, 3) for stage in report.stages},
-        "layers": [
-            {
-                "name": layer.descriptor.name,
-                "kind": layer.descriptor.kind,
-                "digest": layer.descriptor.digest,
-                "size": layer.descriptor.size,
-                "reused": layer.descriptor.digest in reused,
-            }
-            for layer in image.layers
-        ],
+        "layers": _layers(image.layers, reused),
+        "beside": {item.suffix: item.digest for item in image.companions},
+        "weights_layers": _layers(image.beside, reused),
         "artifacts": [item.entry() for item in image.artifacts],
     }
     return json.dumps(answer | ({"files": files} if files else {}), indent=2)

@@ -143,6 +143,8 @@ def build_request(
         check_repro=getattr(options, "check_repro", False),
         ignored_secrets=tuple(getattr(options, "ignore_secret", ())),
         simulate=getattr(options, "simulate", False),
+        volume=getattr(options, "weights", "") == "volume",
+        modelpack=getattr(options, "modelpack", False),
     )
 
 

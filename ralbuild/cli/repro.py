@@ -81,6 +81,8 @@ def _second_build(request: BuildRequest, report: Report) -> dict[str, Any]:
         command += [f"--ignore-secret={place}" for place in request.ignored_secrets]
         command += [f"--ignore={rule}" for rule in sorted(request.checks.ignored)]
         command += ["--reshard", str(request.reshard)] if request.reshard else []
+        command += ["--weights=volume"] if request.volume else []
+        command += ["--modelpack"] if request.modelpack else []
         command += _registry_words(request.registry)
         done = subprocess.run(
             command,

@@ -12,7 +12,14 @@ from ralbuild.digests import DigestCache
 from ralbuild.image.assemble import Image
 from ralbuild.image.disk import Note
 from ralbuild.image.layers import Progress, WrongLayerError
-from ralbuild.image.outputs import ArchiveOutput, DockerOutput, LayoutOutput, Output, RegistryOutput
+from ralbuild.image.outputs import (
+    ArchiveOutput,
+    DockerOutput,
+    LayoutOutput,
+    Output,
+    RegistryOutput,
+    check_takes_companions,
+)
 from ralbuild.image.sink import Sink
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ class WrittenImage:
 
     Attributes:
         manifest_digest, config_digest: with ``sha256:``.
-        layers: from the lowest.
+        layers: from the lowest; those beside the image first.
         bytes_written: of blobs, over all outputs, sent ones included.
         names: how registries and engines call it.
     """
@@ -87,6 +94,8 @@ def write_image(
         HostError: when an output cannot be written or its disk is too small.
     """
     # One order for everybody: two builds that lock the same outputs cannot wait for each other.
+    if image.companions:
+        check_takes_companions(outputs)
     ordered = sorted({_key(output): output for output in outputs}.items())
     shared = _Shared(cache, registries, progress, note)
     try:
@@ -109,7 +118,7 @@ def write_image(
             layer.descriptor.size,
             all(layer.digest.sha256 in result.reused for result in results),
         )
-        for layer in image.layers
+        for layer in (*image.beside, *image.layers)
     )
     names = tuple(result.name for result in results if result.name)
     written = sum(result.written for result in results)

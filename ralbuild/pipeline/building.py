@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from ralbuild.checking import LAYER_MTIME
@@ -10,7 +11,8 @@ from ralbuild.errors import UsageError
 from ralbuild.image.assemble import Image, assemble_image
 from ralbuild.image.base import ensure_base
 from ralbuild.image.bases import LayoutBase, open_base
-from ralbuild.image.outputs import Output, RegistryOutput
+from ralbuild.image.modelpack import modelpack
+from ralbuild.image.outputs import Output, RegistryOutput, check_takes_companions
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
 from ralbuild.image.reader import open_image
@@ -34,6 +36,8 @@ def build_image(
     """Verify, fold, compile, plan and write an image."""
     refuse_target(request.target)
     request.attest.check_outputs(outputs)
+    if request.volume or request.modelpack:
+        check_takes_companions(outputs)
     with open_registries(request.registry) as registries:
         _check_caps(request, outputs, registries)
         compiled = compile_model(request, report)
@@ -119,8 +123,12 @@ def assemble(
         license=spdx_name(read_license(request.model)),
         simulated=proof,
     )
-    plan = plan_image(base, parts)
-    return plan, assemble_image(plan)
+    plan = plan_image(base, parts, volume=request.volume)
+    image = assemble_image(plan)
+    if request.modelpack:
+        pack = modelpack(image, compiled.model.manifest, compiled.bundle.model, parts.license)
+        image = replace(image, artifacts=(*image.artifacts, pack))
+    return plan, image
 
 
 def _attest(image: Image, tag: str, plan: ImagePlan, request: BuildRequest, report: Report) -> Image:

@@ -31,6 +31,8 @@ class BuildRequest:
         attest: what to store beside the image.
         ignored_secrets: places (``file:line``) that look like a secret and are none.
         simulate: run every kernel before the image is written.
+        volume: put the weights into an image of their own, which is mounted.
+        modelpack: add a ModelPack manifest of the model.
     """
 
     model: Path
@@ -46,3 +48,5 @@ class BuildRequest:
     attest: Wanted = NOTHING
     ignored_secrets: tuple[str, ...] = ()
     simulate: bool = False
+    volume: bool = False
+    modelpack: bool = False

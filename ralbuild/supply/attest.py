@@ -43,14 +43,14 @@ def attest_image(image: Image, read_file: ReadFile, wanted: Wanted, place: str) 
         ImageError: when a file that says what is in the image is missing or wrong.
     """
     facts = read_facts(image.manifest, json.loads(image.config), read_file, place)
-    return replace(image, artifacts=make_artifacts(facts, wanted))
+    return replace(image, artifacts=(*image.companions, *make_artifacts(facts, wanted)))
 
 
 def files_to_be(plan: ImagePlan, base: StoredImage) -> ReadFile:
     """Return what finds a file of a planned image: in its own small layers, else in its base."""
     ours = {
         f"/{entry.path}": entry.source
-        for layer in plan.layers
+        for layer in (*(plan.weights.layers if plan.weights else ()), *plan.layers)
         for entry in layer.entries
         if isinstance(entry, FileEntry) and isinstance(entry.source, bytes)
     }
@@ -71,7 +71,8 @@ def sign_stored(
     """
     with open_image(layout, tag) as stored:
         name, artifacts = stored.name, make_artifacts(stored_facts(stored), wanted)
-    image = replace(stored_image(layout, name), artifacts=artifacts)
+    image = stored_image(layout, name)
+    image = replace(image, artifacts=(*image.companions, *artifacts))
     write_image(image, (LayoutOutput(layout),), tag=name, cache=cache, progress=progress, note=note)
     return image
 

@@ -183,6 +183,8 @@ class _Check:
     def read_headers(self) -> None:
         """Find the weight files, read their headers and compare them with the index."""
         self.layout = layout.find_layout(self.folder, self.findings)
+        if self.layout.index_json:  # other servers find the shards by it
+            self.small = dict(sorted({**self.small, layout.INDEX: self.layout.index_json}.items()))
         for name in self.layout.names:
             header = read_header(self.folder.files[name], name, self.findings)
             if header is None:
