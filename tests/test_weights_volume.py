@@ -328,3 +328,17 @@ def test_the_same_pair_comes_out_in_other_conditions(work: Work) -> None:
     assert done.code == 0, done.err
     assert "built twice" in done.err
     assert "beside it: weights" in done.out
+
+
+def test_a_base_of_the_weights_lies_below_them_and_keeps_its_settings(root: Path) -> None:
+    build(root, "--weights", "volume", "--weights-base", "oci:base", output="shell")
+    base = json.loads(blob(root / "base", index(root / "base")[0]["digest"]))
+    layers = layer_digests(root / "shell", f"{NAME}-weights")
+    assert layers == [layer["digest"] for layer in base["layers"]] + layer_digests(
+        root / "out", f"{NAME}-weights"
+    )
+    config = json.loads(blob(root / "shell", manifest(root / "shell", f"{NAME}-weights")["config"]["digest"]))
+    assert config["config"]["Env"] == ["PATH=/usr/bin"]
+    assert "Entrypoint" not in config["config"]
+    done = ralbuild("image", "--model", "model", "--weights-base", "oci:base", cwd=root)
+    assert (done.code, "--weights volume" in done.err) == (2, True)

@@ -25,6 +25,7 @@ from ralbuild.errors import UsageError
 
 if TYPE_CHECKING:
     from ralbuild.image.assemble import Image, Layer
+    from ralbuild.image.bases import BaseSource
     from ralbuild.image.write import WrittenImage
     from ralbuild.pipeline.compiling import Compiled
     from ralbuild.report import Report
@@ -68,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in the image, or in one of their own beside it (NAME-weights), mounted at /models",
     )
     parser.add_argument(
+        "--weights-base",
+        metavar="IMAGE",
+        help="build the image of the weights on this one, which has a shell: for KServe's modelcars",
+    )
+    parser.add_argument(
         "--modelpack", action="store_true", help="add a ModelPack manifest of the same blobs (NAME-modelpack)"
     )
     parser.add_argument(
@@ -96,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
         request,
         attest=_wanted(options),
         check_repro=False,  # a whole second build compiles every kernel again anyway
+        weights_base=_weights_base(options),
         reshard=parse_size(options.reshard, "--reshard") if options.reshard else 0,
     )
     if options.check_repro or options.dry_run:
@@ -113,6 +120,16 @@ def run(options: argparse.Namespace) -> int:
     if not options.json and not options.quiet and sys.stderr.isatty() and not options.output:
         print("next: ralbuild run oci:./ral-image", file=sys.stderr)
     return 0
+
+
+def _weights_base(options: argparse.Namespace) -> BaseSource | None:
+    if options.weights_base is None:
+        return None
+    if options.weights != "volume":
+        raise UsageError("is for the image of the weights: --weights volume", place="--weights-base")
+    from ralbuild.image.bases import parse_base
+
+    return parse_base(options.weights_base, "--weights-base")
 
 
 def _wanted(options: argparse.Namespace) -> Wanted:

@@ -82,6 +82,8 @@ def _second_build(request: BuildRequest, report: Report) -> dict[str, Any]:
         command += [f"--ignore={rule}" for rule in sorted(request.checks.ignored)]
         command += ["--reshard", str(request.reshard)] if request.reshard else []
         command += ["--weights=volume"] if request.volume else []
+        below = request.weights_base
+        command += [f"--weights-base={_base_name(below)}"] if below is not None else []
         command += ["--modelpack"] if request.modelpack else []
         command += _registry_words(request.registry)
         done = subprocess.run(

@@ -80,13 +80,16 @@ class ImageParts:
     simulated: str = ""
 
 
-def plan_image(base: BaseImage, parts: ImageParts, *, volume: bool = False) -> ImagePlan:
+def plan_image(
+    base: BaseImage, parts: ImageParts, *, volume: bool = False, weights_base: BaseImage | None = None
+) -> ImagePlan:
     """Return the plan of an image on ``base``.
 
     Args:
         base: what it is built on.
         parts: what goes into it.
         volume: put the model's files into an image of their own, which is mounted at `MODEL_DIR`.
+        weights_base: what that image is built on, for those who start it; None builds it on nothing.
 
     Raises:
         ImageError: when the base was not made for this target.
@@ -97,14 +100,14 @@ def plan_image(base: BaseImage, parts: ImageParts, *, volume: bool = False) -> I
     layers = (_mount_point(), *ours) if volume else (*model, *ours)
     config = run_config(parts.bundle_sha256, image_labels(parts))
     annotations = {"org.opencontainers.image.title": parts.bundle.model}
-    weights = _weights_plan(model, parts) if volume else None
+    weights = _weights_plan(weights_base, model, parts) if volume else None
     return ImagePlan(base, layers, config, parts.created, parts.mtime, annotations, weights=weights)
 
 
-def _weights_plan(layers: tuple[LayerPlan, ...], parts: ImageParts) -> ImagePlan:
+def _weights_plan(base: BaseImage | None, layers: tuple[LayerPlan, ...], parts: ImageParts) -> ImagePlan:
     """Return the image of the model's files alone; no date, rule, name or version of ours is in it."""
     config = ImageConfig(labels=_model_labels(parts), stop_signal="")
-    return ImagePlan(None, layers, config, mtime=parts.mtime)
+    return ImagePlan(base, layers, config, mtime=parts.mtime)
 
 
 def _mount_point() -> LayerPlan:

@@ -15,7 +15,6 @@ from ralbuild.image.modelpack import modelpack
 from ralbuild.image.outputs import Output, RegistryOutput, check_takes_companions
 from ralbuild.image.plan import ImagePlan
 from ralbuild.image.planning import ImageParts, plan_image
-from ralbuild.image.reader import open_image
 from ralbuild.image.registry.connect import Registries, open_registries
 from ralbuild.image.registry.profiles import check_limits, check_sizes
 from ralbuild.image.write import WrittenImage
@@ -123,7 +122,8 @@ def assemble(
         license=spdx_name(read_license(request.model)),
         simulated=proof,
     )
-    plan = plan_image(base, parts, volume=request.volume)
+    below = open_base(request.weights_base, registries) if request.weights_base is not None else None
+    plan = plan_image(base, parts, volume=request.volume, weights_base=below)
     image = assemble_image(plan)
     if request.modelpack:
         pack = modelpack(image, compiled.model.manifest, compiled.bundle.model, parts.license)
@@ -132,23 +132,14 @@ def assemble(
 
 
 def _attest(image: Image, tag: str, plan: ImagePlan, request: BuildRequest, report: Report) -> Image:
-    """Return the image with the artifacts that were asked for beside it.
-
-    Raises:
-        UsageError: for a base in a registry, whose list of packages is not read.
-    """
+    """Return the image with the artifacts that were asked for beside it."""
     if not request.attest:
         return image
-    base = request.base or LayoutBase(ensure_base(request.target, report))
-    if not isinstance(base, LayoutBase):
-        hint = "copy the base to a layout: skopeo copy --preserve-digests, then --base oci:DIR"
-        raise UsageError(
-            "what is attested names the base's packages, and they are read in a layout", hint=hint
-        )
     from ralbuild.supply.attest import attest_image, files_to_be
 
-    with report.stage("attest") as stage, open_image(base.path, digest=base.digest) as stored:
-        image = attest_image(image, files_to_be(plan, stored), request.attest, str(base.path))
+    with report.stage("attest") as stage:
+        place = plan.base.name if plan.base is not None else ""
+        image = attest_image(image, files_to_be(plan), request.attest, place or "--base")
         stage.summary = str(request.attest)
     if not tag:
         report.note("skopeo and podman need a name to tell the image from what lies beside it: --tag")

@@ -32,6 +32,7 @@ class BuildRequest:
         ignored_secrets: places (``file:line``) that look like a secret and are none.
         simulate: run every kernel before the image is written.
         volume: put the weights into an image of their own, which is mounted.
+        weights_base: what that image is built on; None builds it on nothing.
         modelpack: add a ModelPack manifest of the model.
     """
 
@@ -49,4 +50,5 @@ class BuildRequest:
     ignored_secrets: tuple[str, ...] = ()
     simulate: bool = False
     volume: bool = False
+    weights_base: BaseSource | None = None
     modelpack: bool = False

@@ -9,12 +9,13 @@ from pathlib import Path
 from ralbuild.digests import DigestCache
 from ralbuild.image.artifacts import Artifact, make_artifact
 from ralbuild.image.assemble import Image
+from ralbuild.image.bases import read_base_file
 from ralbuild.image.disk import Note
 from ralbuild.image.facts import ImageFacts, ReadFile, read_facts, stored_facts
 from ralbuild.image.layers import Progress
 from ralbuild.image.outputs import LayoutOutput
 from ralbuild.image.plan import FileEntry, ImagePlan
-from ralbuild.image.reader import StoredImage, open_image
+from ralbuild.image.reader import open_image
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import write_image
 from ralbuild.supply.provenance import (
@@ -46,7 +47,7 @@ def attest_image(image: Image, read_file: ReadFile, wanted: Wanted, place: str) 
     return replace(image, artifacts=(*image.companions, *make_artifacts(facts, wanted)))
 
 
-def files_to_be(plan: ImagePlan, base: StoredImage) -> ReadFile:
+def files_to_be(plan: ImagePlan) -> ReadFile:
     """Return what finds a file of a planned image: in its own small layers, else in its base."""
     ours = {
         f"/{entry.path}": entry.source
@@ -54,7 +55,8 @@ def files_to_be(plan: ImagePlan, base: StoredImage) -> ReadFile:
         for entry in layer.entries
         if isinstance(entry, FileEntry) and isinstance(entry.source, bytes)
     }
-    return lambda path: ours[path] if path in ours else base.read_file(path)
+    base = plan.base
+    return lambda path: ours[path] if path in ours or base is None else read_base_file(base, path)
 
 
 def sign_stored(
