@@ -25,7 +25,8 @@ from typing import Any
 
 from benchmarks.serving import Round, Server
 from ralbuild.contract import places
-from ralbuild.pipeline import BuildRequest, compile_model
+from ralbuild.pipeline.compiling import compile_model
+from ralbuild.pipeline.request import BuildRequest
 from ralbuild.report import LineReport
 
 PARTS = ("start", "speed", "rules", "ways")

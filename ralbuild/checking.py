@@ -9,13 +9,17 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ralbuild.digests import default_cache
 from ralbuild.report import Report, format_bytes
-from ralbuild.signing import PublicKey, load_public_key
 from ralbuild.weights.findings import FoundError
+from ralbuild.weights.memo import Memo
 from ralbuild.weights.output import summary
 from ralbuild.weights.scan import Order, ScannedModel, Verdict, verify_folder
+
+if TYPE_CHECKING:
+    from ralbuild.signing import PublicKey
 
 LAYER_MTIME = 0
 """Seconds since 1970 of every entry: a commit date here would change every weight layer's digest."""
@@ -38,14 +42,20 @@ class Checks:
     signature_key: Path | None = None
 
 
-def verify_model(folder: Path, report: Report, checks: Checks) -> ScannedModel:
+def verify_model(folder: Path, report: Report, checks: Checks, memo: Memo | None = None) -> ScannedModel:
     """Check and hash a model folder.
+
+    Args:
+        folder: the model.
+        report: for progress.
+        checks: how strict; ``rehash`` also ignores ``memo``.
+        memo: remembers what the same tokenizer came to before.
 
     Raises:
         FoundError: with every finding, when there is one that keeps it from being an image. Weights are
             not read once one is known.
     """
-    verdict = check_model(folder, report, checks, fail_fast=True)
+    verdict = check_model(folder, report, checks, memo, fail_fast=True)
     if not verdict.passed(strict=checks.strict):
         raise FoundError(verdict.findings, strict=checks.strict)
     if verdict.model is None:  # what was ignored leaves nothing to build from
@@ -58,7 +68,9 @@ def verify_model(folder: Path, report: Report, checks: Checks) -> ScannedModel:
     return verdict.model
 
 
-def check_model(folder: Path, report: Report, checks: Checks, *, fail_fast: bool = False) -> Verdict:
+def check_model(
+    folder: Path, report: Report, checks: Checks, memo: Memo | None = None, *, fail_fast: bool = False
+) -> Verdict:
     """Run every check of a model folder; ``fail_fast`` stops before weights are read for nothing."""
     order = Order(
         rehash=checks.rehash,
@@ -66,6 +78,7 @@ def check_model(folder: Path, report: Report, checks: Checks, *, fail_fast: bool
         fail_fast=fail_fast,
         ignored=checks.ignored,
         key=_signature_key(checks.signature_key),
+        memo=None if checks.rehash else memo,
     )
     with report.stage("verify") as stage:
         progress = partial(report.progress, unit="B")
@@ -85,4 +98,8 @@ def check_model(folder: Path, report: Report, checks: Checks, *, fail_fast: bool
 
 
 def _signature_key(path: Path | None) -> PublicKey | None:
-    return load_public_key(path) if path is not None else None
+    if path is None:
+        return None
+    from ralbuild.signing import load_public_key  # who checks no signature does not wait for cryptography
+
+    return load_public_key(path)

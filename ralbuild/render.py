@@ -14,8 +14,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from ralbuild.errors import ImageError
 
 _WORD = re.compile(r"[A-Za-z0-9._/:@+=-]{1,512}\Z")
@@ -111,6 +109,8 @@ def render_text(template: str, values: Mapping[str, Any]) -> bytes:
     Raises:
         ImageError: when a value cannot be written safely.
     """
+    from jinja2 import Environment, StrictUndefined  # an image needs no template, and should not wait
+
     environment = Environment(  # noqa: S701  # not HTML: every value passes a filter, see _finalize
         undefined=StrictUndefined,
         finalize=_finalize,
@@ -129,6 +129,8 @@ def render_page(values: Mapping[str, Any]) -> bytes:
     Args:
         values: what ``templates/report.html.j2`` shows: title, subtitle, facts and sections.
     """
+    from jinja2 import Environment, StrictUndefined
+
     environment = Environment(
         undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

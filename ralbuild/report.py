@@ -10,8 +10,9 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
@@ -92,6 +93,20 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 120:
         return f"{int(seconds // 60)} min {int(seconds % 60)} s"
     return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def byte_counter(report: Report, total: int) -> Callable[[int], None]:
+    """Return what adds up bytes for the report, whichever thread dealt with them."""
+    done = 0
+    lock = threading.Lock()
+
+    def count(size: int) -> None:
+        nonlocal done
+        with lock:
+            done += size
+            report.progress(min(done, total), total, "B")
+
+    return count
 
 
 class _Base:

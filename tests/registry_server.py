@@ -46,6 +46,8 @@ class FakeRegistry:
     url: str = ""
     host: str = ""
     blobs: dict[str, bytes] = field(default_factory=dict)
+    promised: dict[str, int] = field(default_factory=dict)
+    """Digest to size of blobs that every repository claims to have; nobody can fetch them."""
     linked: set[tuple[str, str]] = field(default_factory=set)
     manifests: dict[tuple[str, str], tuple[bytes, str]] = field(default_factory=dict)
     sessions: dict[str, bytearray] = field(default_factory=dict)
@@ -177,6 +179,10 @@ class Handler(BaseHTTPRequestHandler):
         if rest.startswith("uploads/"):
             self.uploads(repository, rest.removeprefix("uploads/"))
             return
+        if self.command == "HEAD" and rest in self.registry.promised:
+            size = str(self.registry.promised[rest])
+            self.answer(200, Content_Length=size, Docker_Content_Digest=rest)
+            return
         if (repository, rest) not in self.registry.linked:
             self.refuse(404, "BLOB_UNKNOWN")
             return
@@ -236,7 +242,7 @@ class Handler(BaseHTTPRequestHandler):
             data, kind = self.body(), self.headers["Content-Type"]
             value = json.loads(data)
             parts = [item["digest"] for item in (value.get("config"), *value.get("layers", [])) if item]
-            if not all((repository, digest) in registry.linked for digest in parts):
+            if not all((repository, part) in registry.linked or part in registry.promised for part in parts):
                 self.refuse(400, "MANIFEST_BLOB_UNKNOWN")
                 return
             registry.add_manifest(repository, data, kind, reference)

@@ -45,7 +45,7 @@ def test_image_prints_the_digest_and_nothing_else_and_skopeo_reads_it(work: Path
     )  # fmt: skip
     assert digest.stdout.strip() == done.out.strip()
     sizes = [layer["size"] for layer in skopeo(f"oci:{work / 'ral-image'}")["layers"]]
-    assert len(sizes) == 1 + 2 + 3, "base, two shards, tokenizer, launcher, rules"
+    assert len(sizes) == 1 + 2 + 4, "base, two shards, tokenizer, launcher, kernels, rules"
 
 
 def test_same_inputs_give_the_same_digest_whatever_surrounds_them(work: Path, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_changed_rule_changes_the_last_layer_only(work: Path) -> None:
     after = skopeo(f"oci:{work / 'ral-image'}")["layers"]
     assert before[:-1] == after[:-1]
     assert before[-1] != after[-1]
-    assert [layer["reused"] for layer in json.loads(done.out)["layers"]] == [True] * 5 + [False]
+    assert [layer["reused"] for layer in json.loads(done.out)["layers"]] == [True] * 6 + [False]
 
 
 def test_dry_run_writes_no_image(work: Path) -> None:

@@ -14,7 +14,8 @@ from ralbuild.errors import ImageError
 from ralbuild.image.assemble import assemble_image
 from ralbuild.image.bases import LayoutBase
 from ralbuild.image.plan import FileEntry, ImagePlan
-from ralbuild.pipeline import BuildRequest, plan_only
+from ralbuild.pipeline.building import plan_only
+from ralbuild.pipeline.request import BuildRequest
 from ralbuild.report import Report, make_report
 
 

@@ -227,3 +227,10 @@ def test_a_log_value_stays_on_its_line(capsys: pytest.CaptureFixture[str], value
     moment, _, rest = capsys.readouterr().err.partition(" ")
     assert rest == f"event key={shown}\n"
     assert abs(datetime.fromisoformat(moment) - datetime.now(UTC)) < timedelta(minutes=1)
+
+
+def test_nothing_mounted_is_refused_and_names_the_image_of_the_weights(image: Image) -> None:
+    shutil.rmtree(image.path(places.MODEL_DIR))
+    image.path(places.MODEL_DIR).mkdir()
+    digest = f"sha256:{'ab' * 32}"
+    expect(image, 81, "holds no weights", digest, env={"RAL_WEIGHTS_IMAGE": digest})

@@ -21,7 +21,8 @@ from ralbuild.errors import CacheError, CompileError, UsageError
 from ralbuild.image.assemble import assemble_image
 from ralbuild.image.layout import write_layout
 from ralbuild.image.plan import FileEntry, ImageConfig, ImagePlan, LayerPlan
-from ralbuild.pipeline import BuildRequest, Compiled, compile_model
+from ralbuild.pipeline.compiling import Compiled, compile_model
+from ralbuild.pipeline.request import BuildRequest
 from ralbuild.report import make_report
 from ralbuild.simulate.gate import Work, simulate_bundle
 

@@ -10,6 +10,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from cli_support import MINIMAL, NO_KERNELS
@@ -17,6 +18,7 @@ from cli_support import ralbuild as in_a_process
 from cryptography.hazmat.primitives.asymmetric import ec, utils
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
+from registry_server import serve
 from supply_cases import Work, artifacts, blob, build, index, make_key, ralbuild, signed_work
 
 from ralbuild import signing
@@ -26,8 +28,9 @@ from ralbuild.image.facts import ImageFacts, stored_facts
 from ralbuild.image.layout import write_layout
 from ralbuild.image.reader import open_image
 from ralbuild.image.stored import stored_image
-from ralbuild.supply.attest import Wanted, make_artifacts
+from ralbuild.supply.attest import make_artifacts
 from ralbuild.supply.sbom import sbom_json
+from ralbuild.supply.wanted import Wanted
 
 SIGN, BOM, SLSA = (
     "https://sigstore.dev/cosign/sign/v1",
@@ -35,7 +38,7 @@ SIGN, BOM, SLSA = (
     "https://slsa.dev/provenance/v1",
 )
 CYCLONEDX, OLD = "application/vnd.cyclonedx+json", "old signature"
-LEFT_OUT = {"README.md", "model.safetensors.index.json"}
+LEFT_OUT = {"README.md"}
 """Files of the model folder that do not go into an image."""
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 
@@ -313,3 +316,20 @@ def test_a_stored_image_brings_its_artifacts_along_byte_for_byte(work: Work, tmp
     assert (tmp_path / "copy/index.json").read_bytes() == (work.layout / "index.json").read_bytes()
     names = {path.name for path in (work.layout / "blobs/sha256").iterdir()}
     assert {path.name for path in (tmp_path / "copy/blobs/sha256").iterdir()} == names
+
+
+def test_a_base_in_a_registry_is_attested_like_the_same_base_in_a_layout(work: Work, tmp_path: Path) -> None:
+    root = tmp_path / "w"
+    shutil.copytree(work.root, root)
+    with serve() as registry:
+        pushed = ralbuild("push", "oci:base", f"registry:{registry.host}/base:v1", "--quiet", cwd=root)
+        name = f"{registry.host}/base@{pushed.out.strip()}"
+        build(root, "--base", name, "--sbom", "--sign", "sign.key", output="remote")
+        done = ralbuild("verify-image", "remote", "--tag", "team/tiny:1", "--key", "sign.pub",
+                        "--require", "signature,sbom", "--quiet", cwd=root)  # fmt: skip
+        assert done.code == 0, done.out
+        with mock.patch("ralbuild.image.bases.REMOTE_LIMIT", 10):
+            refused = ralbuild("image", "--model", "model", "--base", name, "--sbom", "--quiet", cwd=root)
+    assert refused.code == 6
+    assert "copy the base to a layout" in refused.err
+    assert not (root / "ral-image").exists()

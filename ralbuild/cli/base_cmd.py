@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Build the base, or take the finished one of this version; print its digest."""
     from ralbuild.image.outputs import parse_output, parse_tag
-    from ralbuild.pipeline import write_base
+    from ralbuild.pipeline.writing import write_base
 
     output = parse_output(options.out)
     tag = parse_tag(options.tag) if options.tag else ""

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compile into the cache; print the bundle's digest."""
-    from ralbuild.pipeline import compile_model, save_plan
+    from ralbuild.pipeline.compiling import compile_model, save_plan
 
     report = chosen_report(options)
     compiled = compile_model(build_request(options), report)

@@ -24,11 +24,12 @@ from ralbuild.cli.options import (
 from ralbuild.errors import UsageError
 
 if TYPE_CHECKING:
-    from ralbuild.image.assemble import Image
+    from ralbuild.image.assemble import Image, Layer
+    from ralbuild.image.bases import BaseSource
     from ralbuild.image.write import WrittenImage
-    from ralbuild.pipeline import Compiled
+    from ralbuild.pipeline.compiling import Compiled
     from ralbuild.report import Report
-    from ralbuild.supply.attest import Wanted
+    from ralbuild.supply.wanted import Wanted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reshard", metavar="SIZE", help="cut the weights into files of at most SIZE (5GB), without loss"
     )
     parser.add_argument(
+        "--weights",
+        choices=("baked", "volume"),
+        default="baked",
+        help="in the image, or in one of their own beside it (NAME-weights), mounted at /models",
+    )
+    parser.add_argument(
+        "--weights-base",
+        metavar="IMAGE",
+        help="build the image of the weights on this one, which has a shell: for KServe's modelcars",
+    )
+    parser.add_argument(
+        "--modelpack", action="store_true", help="add a ModelPack manifest of the same blobs (NAME-modelpack)"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and write no image"
     )
     parser.add_argument(
@@ -74,11 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Build an image; print its manifest digest and nothing else on standard output."""
-    from ralbuild.cli.repro import check_reproducible
     from ralbuild.contract.codec import to_plain
     from ralbuild.image.outputs import parse_output, parse_tag
     from ralbuild.image.plan import planned_files
-    from ralbuild.pipeline import build_image, plan_only
+    from ralbuild.pipeline.building import build_image, plan_only
 
     report = chosen_report(options)
     outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])
@@ -88,11 +102,14 @@ def run(options: argparse.Namespace) -> int:
         request,
         attest=_wanted(options),
         check_repro=False,  # a whole second build compiles every kernel again anyway
+        weights_base=_weights_base(options),
         reshard=parse_size(options.reshard, "--reshard") if options.reshard else 0,
     )
     if options.check_repro or options.dry_run:
         compiled, plan, image = plan_only(request, outputs, report)
         if options.check_repro:
+            from ralbuild.cli.repro import check_reproducible
+
             check_reproducible(request, plan, image, report)
         if options.dry_run:
             files = to_plain(planned_files(plan))
@@ -105,9 +122,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _weights_base(options: argparse.Namespace) -> BaseSource | None:
+    if options.weights_base is None:
+        return None
+    if options.weights != "volume":
+        raise UsageError("is for the image of the weights: --weights volume", place="--weights-base")
+    from ralbuild.image.bases import parse_base
+
+    return parse_base(options.weights_base, "--weights-base")
+
+
 def _wanted(options: argparse.Namespace) -> Wanted:
-    from ralbuild.supply.attest import Wanted
-    from ralbuild.supply.provenance import LOCAL_BUILDER
+    from ralbuild.supply.wanted import LOCAL_BUILDER, Wanted
 
     if options.builder and not options.provenance:
         raise UsageError("says who runs the build, but no --provenance is asked for", place="--builder")
@@ -120,11 +146,28 @@ def _wanted(options: argparse.Namespace) -> Wanted:
 def _table(image: Image) -> str:
     from ralbuild.report import format_bytes
 
-    lines = [f"{image.digest}  (not written)"]
-    for layer in image.layers:
-        item = layer.descriptor
-        lines.append(f"  {item.digest[:19]}  {format_bytes(item.size):>8}  {item.kind:<8} {item.name}")
+    def rows(layers: tuple[Layer, ...]) -> list[str]:
+        items = [layer.descriptor for layer in layers]
+        return [f"  {i.digest[:19]}  {format_bytes(i.size):>8}  {i.kind:<8} {i.name}" for i in items]
+
+    lines = [f"{image.digest}  (not written)", *rows(image.layers)]
+    for item in image.companions:
+        lines += ["", f"{item.digest}  beside it: {item.suffix}"]
+        lines += rows(image.beside) if item.suffix == "weights" else []
     return "\n".join(lines)
+
+
+def _layers(layers: tuple[Layer, ...], reused: set[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": layer.descriptor.name,
+            "kind": layer.descriptor.kind,
+            "digest": layer.descriptor.digest,
+            "size": layer.descriptor.size,
+            "reused": layer.descriptor.digest in reused,
+        }
+        for layer in layers
+    ]
 
 
 def _json(
@@ -139,16 +182,9 @@ def _json(
         "names": list(written.names) if written else [],
         "summary": {stage.name: stage.summary for stage in report.stages},
         "seconds": {stage.name: round(stage.seconds, 3) for stage in report.stages},
-        "layers": [
-            {
-                "name": layer.descriptor.name,
-                "kind": layer.descriptor.kind,
-                "digest": layer.descriptor.digest,
-                "size": layer.descriptor.size,
-                "reused": layer.descriptor.digest in reused,
-            }
-            for layer in image.layers
-        ],
+        "layers": _layers(image.layers, reused),
+        "beside": {item.suffix: item.digest for item in image.companions},
+        "weights_layers": _layers(image.beside, reused),
         "artifacts": [item.entry() for item in image.artifacts],
     }
     return json.dumps(answer | ({"files": files} if files else {}), indent=2)

@@ -23,6 +23,7 @@ _BESIDE = {
     "application/vnd.in-toto+json": "provenance, not signed",
     "application/vnd.dev.cosign.simplesigning.v1+json": "signature for cosign 1 and 2",
 }
+_COMPANIONS = {"weights": "image of the weights", "modelpack": "ModelPack manifest"}
 _SIMULATED = "io.ralbuild.simulated"
 
 
@@ -54,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
 def _answer(image: StoredImage, facts: ImageFacts) -> dict[str, Any]:
     from ralbuild.contract.codec import to_plain
     from ralbuild.image.boundary import trust_boundary
+    from ralbuild.image.plan import WEIGHTS_LABEL
 
     config, bundle = image.config.get("config") or {}, facts.bundle
     return {
@@ -67,6 +69,7 @@ def _answer(image: StoredImage, facts: ImageFacts) -> dict[str, Any]:
             {"name": layer.name, "kind": layer.kind, "digest": layer.digest, "size": layer.size}
             for layer in image.layers
         ],
+        "weights_image": image.labels.get(WEIGHTS_LABEL, ""),
         "boundary": to_plain(trust_boundary(facts)),
         "routes": to_plain(bundle.routes),
         "rules": to_plain(bundle.rules),
@@ -83,10 +86,13 @@ def _answer(image: StoredImage, facts: ImageFacts) -> dict[str, Any]:
 def _artifacts(image: StoredImage) -> list[dict[str, str]]:
     """Return what lies beside the image; what cannot be read is said and does not hide the rest."""
     try:
-        found = image.artifacts()
+        found = [
+            *((_COMPANIONS.get(item.suffix, item.suffix), item.digest) for item in image.companions()),
+            *((_beside(item.artifact_type, item.annotations), item.digest) for item in image.artifacts()),
+        ]
     except ImageError as error:
         return [{"what": f"something damaged: {error}", "digest": ""}]
-    return [{"what": _beside(item.artifact_type, item.annotations), "digest": item.digest} for item in found]
+    return [{"what": what, "digest": digest} for what, digest in found]
 
 
 def _bill(facts: ImageFacts) -> dict[str, Any]:
@@ -116,6 +122,8 @@ def _text(answer: dict[str, Any]) -> Iterator[str]:
         for name, key in (("image", "manifest"), ("config", "config"))
     ]
     facts += [("name", answer["name"])] if answer["name"] else []
+    weights = answer["weights_image"]
+    facts += [("weights", text.digest(weights, columns))] if weights else []
     facts += [("user", answer["user"]), ("entrypoint", " ".join(answer["entrypoint"]))]
     facts += [("simulated", answer["simulated"])] if answer["simulated"] else []
     yield from text.rows(facts, columns, 0)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ralbuild.checking import Checks
     from ralbuild.image.bases import BaseSource
     from ralbuild.image.registry.connect import RegistryOptions
-    from ralbuild.pipeline import BuildRequest
+    from ralbuild.pipeline.request import BuildRequest
     from ralbuild.signing import PrivateKey
 
 
@@ -129,7 +129,7 @@ def build_request(
 ) -> BuildRequest:
     """Return the request that the options of `add_build_options` describe."""
     from ralbuild.image.registry.connect import RegistryOptions
-    from ralbuild.pipeline import BuildRequest
+    from ralbuild.pipeline.request import BuildRequest
 
     return BuildRequest(
         model=options.model,
@@ -143,6 +143,8 @@ def build_request(
         check_repro=getattr(options, "check_repro", False),
         ignored_secrets=tuple(getattr(options, "ignore_secret", ())),
         simulate=getattr(options, "simulate", False),
+        volume=getattr(options, "weights", "") == "volume",
+        modelpack=getattr(options, "modelpack", False),
     )
 
 

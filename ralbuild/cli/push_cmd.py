@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Push; print the image's manifest digest and nothing else on standard output."""
     from ralbuild.image.outputs import parse_target
-    from ralbuild.pipeline import push_image
+    from ralbuild.pipeline.writing import push_image
 
     for text, scheme in ((options.source, "oci:"), (options.target, "registry:")):
         if not text.startswith(scheme):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ralbuild.image.assemble import Image
-    from ralbuild.supply.attest import Wanted
+    from ralbuild.supply.wanted import Wanted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from ralbuild.image.rebase import rebase_image
     from ralbuild.image.write import write_image
     from ralbuild.report import format_bytes
-    from ralbuild.supply.attest import Wanted
+    from ralbuild.supply.wanted import Wanted
 
     folder, base_folder = layout_path(options.image, "image"), layout_path(options.base, "--base")
     outputs = [parse_output(text) for text in options.output]

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         return _deliver(files, options.out, files[0].path)
     if options.model is None:
         raise UsageError("a build context needs --model", place="render")
-    from ralbuild.pipeline import render_context
+    from ralbuild.pipeline.building import render_context
 
     request = build_request(options, base=chosen_base(options))
     print(render_context(request, options.out, chosen_report(options)) / "Dockerfile")
@@ -86,11 +86,12 @@ def _kubernetes(options: argparse.Namespace) -> list[RenderedFile]:
 
     replicas = _count(options.replicas, "--replicas", 1)
     most, pressure = parse_autoscale(options.autoscale) if options.autoscale else (replicas, "0.8")
+    labels = _labels(options)
     return render_kubernetes(
         Deployment(
             options.name,
             options.image,
-            _labels(options),
+            labels,
             options.strategy,
             replicas,
             most,
@@ -98,10 +99,24 @@ def _kubernetes(options: argparse.Namespace) -> list[RenderedFile]:
             _count(options.drain, "--drain", 0),
             pressure,
             options.probe_image,
-            options.weights_image,
+            _weights_image(options, labels),
             _count(options.prepull, "--prepull", 0),
         )
     )
+
+
+def _weights_image(options: argparse.Namespace, labels: dict[str, str]) -> str:
+    """Return the image to mount at /models: the one that the label names, in the image's own repository."""
+    from ralbuild.image.plan import WEIGHTS_LABEL
+
+    needed = labels.get(WEIGHTS_LABEL, "")
+    given: str = options.weights_image
+    if not needed:
+        return given
+    if given and not given.endswith(f"@{needed}"):
+        hint = f"name it by the digest that the image was built with: {needed}"
+        raise UsageError("is not the image of these weights", place="--weights-image", hint=hint)
+    return given or f"{options.image.partition('@')[0]}@{needed}"
 
 
 def _compose(options: argparse.Namespace) -> list[RenderedFile]:

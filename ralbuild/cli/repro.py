@@ -21,7 +21,7 @@ from ralbuild.image.base import ensure_base
 from ralbuild.image.bases import BaseSource, LayoutBase
 from ralbuild.image.plan import ImagePlan, PlannedFile, planned_files
 from ralbuild.image.registry.connect import RegistryOptions
-from ralbuild.pipeline import BuildRequest
+from ralbuild.pipeline.request import BuildRequest
 from ralbuild.report import Report
 
 _START = """\
@@ -81,6 +81,10 @@ def _second_build(request: BuildRequest, report: Report) -> dict[str, Any]:
         command += [f"--ignore-secret={place}" for place in request.ignored_secrets]
         command += [f"--ignore={rule}" for rule in sorted(request.checks.ignored)]
         command += ["--reshard", str(request.reshard)] if request.reshard else []
+        command += ["--weights=volume"] if request.volume else []
+        below = request.weights_base
+        command += [f"--weights-base={_base_name(below)}"] if below is not None else []
+        command += ["--modelpack"] if request.modelpack else []
         command += _registry_words(request.registry)
         done = subprocess.run(
             command,

@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Read every byte of the image, sign it, and print its digest; the digest does not change."""
     from ralbuild.digests import default_cache
-    from ralbuild.supply.attest import Wanted, sign_stored
+    from ralbuild.supply.attest import sign_stored
+    from ralbuild.supply.wanted import Wanted
 
     layout = layout_path(options.image, "image")
     wanted = Wanted(signing_key(options), sbom=options.sbom)

@@ -106,7 +106,9 @@ def _text(path: Path | None) -> bytes | None:
 
 def _compiled(options: argparse.Namespace, report: Report) -> tuple[Bundle, Mapping[str, bytes], Sources]:
     """Compile, or take from the cache: both end in objects whose digests were checked."""
-    from ralbuild.pipeline import BuildRequest, compile_model, kernel_sources
+    from ralbuild.pipeline.compiling import compile_model
+    from ralbuild.pipeline.proving import kernel_sources
+    from ralbuild.pipeline.request import BuildRequest
 
     archs = tuple(options.arch) if options.arch else None
     request = BuildRequest(options.model, options.config, target="cuda", archs=archs, cache_dir=options.cache)

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_config(path: Path, model: ScannedModel | None = None) -> None:
-    from ralbuild.pipeline import check_config  # what a build would say of the two
+    from ralbuild.pipeline.checks import check_config  # what a build would say of the two
 
     check_config(path, model)
 

@@ -3,13 +3,16 @@
 An artifact is a manifest of its own whose ``subject`` is the image (image-spec 1.1, "Guidelines for
 Artifact Usage"). It never changes the image's digest. A layout lists it in index.json with the
 descriptor that a registry's referrers list would have (distribution-spec, "Listing Referrers").
+
+A companion is a manifest that the image belongs to and not the other way round: the image that holds its
+weights, the ModelPack manifest of the same files. It has no subject, and the image's name with a suffix.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +23,8 @@ from ralbuild.image.store import FILE_LIMIT, OpenBlob, as_object, read_blob, rea
 
 EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 EMPTY = b"{}"
+BESIDE = "io.ralbuild.beside"
+"""Annotation of a companion's index entry: the suffix of its name."""
 _TAG = re.compile(r"sha256-([0-9a-f]{64})(?:\.[A-Za-z0-9._-]+)?")
 
 
@@ -28,11 +33,12 @@ class Artifact:
     """One artifact, every byte decided.
 
     Attributes:
-        manifest: canonical JSON; it names the image as its subject.
-        blobs: its config and layers.
-        artifact_type: what a referrers list calls it.
+        manifest: canonical JSON; it names the image as its subject, unless it is a companion.
+        blobs: its config and layers; of a companion the config, its layers are the image's or beside them.
+        artifact_type: what a referrers list calls it; empty for an image.
         annotations: of its descriptor in such a list.
         tag: a name that older tools look for; empty for none.
+        suffix: of a companion's name, such as ``weights``; empty for what is no companion.
     """
 
     manifest: bytes
@@ -40,22 +46,30 @@ class Artifact:
     artifact_type: str
     annotations: Mapping[str, str] = field(default_factory=dict)
     tag: str = ""
+    suffix: str = ""
 
     @property
     def digest(self) -> str:
         """The manifest's digest."""
         return digest_of(self.manifest)
 
-    def entry(self) -> dict[str, Any]:
-        """Return its descriptor for an index."""
+    def name(self, image: str) -> str:
+        """Return its name beside the image of that name; empty for none."""
+        return companion_name(image, self.suffix) if self.suffix else self.tag
+
+    def entry(self, image: str = "") -> dict[str, Any]:
+        """Return its descriptor for an index that calls the image ``image``."""
         entry: dict[str, Any] = {
             "mediaType": MANIFEST_TYPE,
             "digest": self.digest,
             "size": len(self.manifest),
         }
-        if not self.tag:  # what has a name is an image to old tools, and its manifest says no type
+        # What has a tag is an image to old tools, and its manifest says no type.
+        if not self.tag and self.artifact_type:
             entry["artifactType"] = self.artifact_type
-        annotations = {**self.annotations, **({REF_NAME: self.tag} if self.tag else {})}
+        annotations = dict(self.annotations)
+        annotations |= {REF_NAME: name} if (name := self.name(image)) else {}
+        annotations |= {BESIDE: self.suffix} if self.suffix else {}
         return entry | ({"annotations": annotations} if annotations else {})
 
 
@@ -132,8 +146,41 @@ def make_tagged_artifact(
 
 
 def is_artifact(entry: Mapping[str, Any]) -> bool:
-    """Tell whether an index entry is something about an image, and not an image to run."""
-    return bool(entry.get("artifactType")) or _TAG.fullmatch(entry_name(entry)) is not None
+    """Tell whether an index entry is something about an image or beside one, and not an image to run."""
+    about = bool(entry.get("artifactType")) or _TAG.fullmatch(entry_name(entry)) is not None
+    return about or bool(companion_suffix(entry))
+
+
+def companion_name(image: str, suffix: str) -> str:
+    """Return the name of the companion of the image of that name, which may have none."""
+    return f"{image}-{suffix}" if image else suffix
+
+
+def companion_suffix(entry: Mapping[str, Any]) -> str:
+    """Return the suffix that an index entry says its name has; empty for what is no companion."""
+    return _texts(entry).get(BESIDE, "")
+
+
+def read_companions(
+    open_blob: OpenBlob, entries: Iterable[Mapping[str, Any]], image: str, store: str
+) -> tuple[Artifact, ...]:
+    """Return the companions of the image of that name; their layers are not read.
+
+    Raises:
+        ImageError: when a manifest or config is missing or damaged.
+    """
+    found = []
+    for entry in entries:
+        suffix = companion_suffix(entry)
+        if not suffix or entry_name(entry) != companion_name(image, suffix):
+            continue
+        manifest_json = read_blob(open_blob, entry.get("digest"), store)
+        manifest = as_object(manifest_json, f"the manifest of {entry_name(entry)}", store)
+        config = manifest.get("config")
+        config_json = read_blob(open_blob, config.get("digest") if isinstance(config, dict) else None, store)
+        kind = str(manifest.get("artifactType", ""))
+        found.append(Artifact(manifest_json, (config_json,), kind, suffix=suffix))
+    return tuple(found)
 
 
 def subject_of(entry: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:

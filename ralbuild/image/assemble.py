@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ralbuild.image.artifacts import Artifact
 from ralbuild.image.layers import Progress, Recipe, base_recipe, digest_layer, layer_recipe
 from ralbuild.image.oci import LAYER_TYPE, Descriptor, config_json, digest_of, manifest_json
-from ralbuild.image.plan import BaseLayer, ImagePlan, LayerDigest, LayerPlan
+from ralbuild.image.plan import BaseLayer, ImagePlan, LayerDigest, LayerPlan, bind_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Layer:
 class Image:
     """An image whose every byte is decided: layers from the lowest, config and manifest JSON.
 
-    ``artifacts`` are stored beside it and are no part of it: they do not change its digest.
+    ``artifacts`` are stored beside it and are no part of it: they do not change its digest. ``beside`` are
+    layers that only they name: those of the image that holds the weights.
     """
 
     layers: tuple[Layer, ...]
@@ -32,6 +33,7 @@ class Image:
     manifest: bytes
     architecture: str
     artifacts: tuple[Artifact, ...] = ()
+    beside: tuple[Layer, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -50,8 +52,13 @@ class Image:
 
     @property
     def unique_layers(self) -> tuple[Layer, ...]:
-        """The layers without those whose blob occurred before."""
-        return tuple({layer.digest.sha256: layer for layer in self.layers}.values())
+        """The layers to write, those beside the image first, without those whose blob occurred before."""
+        return tuple({layer.digest.sha256: layer for layer in (*self.beside, *self.layers)}.values())
+
+    @property
+    def companions(self) -> tuple[Artifact, ...]:
+        """The artifacts that are no statements about the image, but manifests beside it."""
+        return tuple(artifact for artifact in self.artifacts if artifact.suffix)
 
 
 def assemble_image(plan: ImagePlan, progress: Progress | None = None) -> Image:
@@ -64,12 +71,23 @@ def assemble_image(plan: ImagePlan, progress: Progress | None = None) -> Image:
     Raises:
         ImageError: for an entry, a base or a layer count that no image may have, or a changed source.
     """
+    weights = assemble_image(plan.weights, progress) if plan.weights is not None else None
+    if weights is not None:
+        plan = replace(plan, config=bind_weights(plan.config, weights.digest))
     layers = [base_layer(layer) for layer in (plan.base.layers if plan.base else ())]
     layers += [_our_layer(layer, plan.mtime, progress) for layer in plan.layers]
     descriptors = [layer.descriptor for layer in layers]
     config = config_json(plan, descriptors)
     manifest = manifest_json(plan, config, descriptors)
-    return Image(tuple(layers), config, manifest, plan.architecture)
+    image = Image(tuple(layers), config, manifest, plan.architecture)
+    if weights is None:
+        return image
+    return replace(image, artifacts=(weights_companion(weights),), beside=weights.layers)
+
+
+def weights_companion(weights: Image) -> Artifact:
+    """Return the image that holds the weights, as what lies beside the one that does not."""
+    return Artifact(weights.manifest, (weights.config,), "", suffix="weights")
 
 
 def base_layer(layer: BaseLayer) -> Layer:

@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from ralbuild.contract.places import PORT, ROUTE_HEADER
+from ralbuild.contract.places import MODEL_DIR, PORT, ROUTE_HEADER
 from ralbuild.image.facts import ImageFacts
+from ralbuild.image.plan import WEIGHTS_LABEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,14 @@ def _compiled(facts: ImageFacts) -> list[Decision]:
         f"{len(bundle.kernels)}, {users} of them the user's, for {', '.join(archs)}" if archs else "none"
     )
     engine = bundle.engine
+    weights = f"{model.parameters} parameters in {_count(len(model.weights), 'file')} by sha256"
+    if WEIGHTS_LABEL in facts.labels:
+        weights += ", in an image of their own"
     found = [
         ("rules", rules),
         ("routes", routes),
         ("kernels", kernels),
-        ("weights", f"{model.parameters} parameters in {_count(len(model.weights), 'file')} by sha256"),
+        ("weights", weights),
         ("tokenizer", f"with templates and settings: {_count(len(model.files), 'file')} by sha256"),
         ("engine", f"{engine.max_batch_size} slots, {engine.max_seq_len} positions, {engine.dtype}"),
         ("programs", f"{_count(len(facts.packages), 'package')} of the base; no compiler, no download"),
@@ -54,7 +58,10 @@ def _left(facts: ImageFacts) -> list[Decision]:
         for profile in facts.bundle.profiles
     )
     exception = f", but for {_count(imposed, 'set')} of rules that impose some" if imposed else ""
+    weights = facts.labels.get(WEIGHTS_LABEL)
+    mounted = [("weights", f"mount {MODEL_DIR} of {weights} at {MODEL_DIR}, read-only")] if weights else []
     found = [
+        *mounted,
         ("route", f"of a request: header {ROUTE_HEADER} or the name after the model's; the sender chooses"),
         ("prompts", f"and sampling are the request's own{exception}"),
         ("access", f"port {PORT} speaks plain HTTP and asks for no key: put TLS and access control in front"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 from ralbuild.contract.bundle import Bundle, Kernel, Rule
@@ -93,7 +94,8 @@ def diff_images(old: StoredImage, new: StoredImage) -> ImageDiff:
         ImageError: when one is no image of ralbuild.
     """
     before, after = stored_facts(old), stored_facts(new)
-    layers = _layers(old.layers, new.layers)
+    parts = tuple(zip_longest(_parts(old), _parts(new)))
+    layers = _layers(parts)
     return ImageDiff(
         old=old.digest,
         new=new.digest,
@@ -106,7 +108,7 @@ def diff_images(old: StoredImage, new: StoredImage) -> ImageDiff:
         packages=_packages(before.packages, after.packages),
         labels=_values(before.labels, after.labels),
         layers=layers,
-        transfer=_transfer(old, new, layers),
+        transfer=_transfer(parts, layers),
     )
 
 
@@ -244,17 +246,33 @@ def _packages(old: Iterable[Package], new: Iterable[Package]) -> tuple[Change, .
     return tuple(out)
 
 
-def _layers(old: tuple[Descriptor, ...], new: tuple[Descriptor, ...]) -> tuple[LayerChange, ...]:
-    known = {layer.digest for layer in old}
-    stays = {layer.digest for layer in new}
-    first = _first_difference(old, new)
-    out = [
-        LayerChange(layer, "same", restacked=number >= first)
-        if layer.digest in known
-        else LayerChange(layer, "new")
-        for number, layer in enumerate(new)
-    ]
-    return (*out, *(LayerChange(layer, "gone") for layer in old if layer.digest not in stays))
+_Pairs = tuple[tuple[StoredImage | None, StoredImage | None], ...]
+"""Old and new image, then the images that hold their weights, where one does."""
+
+
+def _parts(image: StoredImage) -> tuple[StoredImage, ...]:
+    weights = image.weights()
+    return (image, weights) if weights is not None else (image,)
+
+
+def _layers(pairs: _Pairs) -> tuple[LayerChange, ...]:
+    known = {layer.digest for old, _ in pairs for layer in _layers_of(old)}
+    stays = {layer.digest for _, new in pairs for layer in _layers_of(new)}
+    out = []
+    for old, new in pairs:
+        first = _first_difference(_layers_of(old), _layers_of(new))
+        out += [
+            LayerChange(layer, "same", restacked=number >= first)
+            if layer.digest in known
+            else LayerChange(layer, "new")
+            for number, layer in enumerate(_layers_of(new))
+        ]
+    gone = (layer for old, _ in pairs for layer in _layers_of(old) if layer.digest not in stays)
+    return (*out, *(LayerChange(layer, "gone") for layer in gone))
+
+
+def _layers_of(image: StoredImage | None) -> tuple[Descriptor, ...]:
+    return image.layers if image is not None else ()
 
 
 def _first_difference(old: tuple[Descriptor, ...], new: tuple[Descriptor, ...]) -> int:
@@ -267,20 +285,25 @@ def _first_difference(old: tuple[Descriptor, ...], new: tuple[Descriptor, ...]) 
     return count
 
 
-def _transfer(old: StoredImage, new: StoredImage, layers: tuple[LayerChange, ...]) -> Transfer:
-    config = int(new.manifest["config"].get("size", 0))
-    json_bytes = (0 if new.digest == old.digest else len(new.manifest_json)) + (
-        0 if new.config_digest == old.config_digest else config
-    )
+def _transfer(pairs: _Pairs, layers: tuple[LayerChange, ...]) -> Transfer:
     fresh = {item.layer.digest: item.layer.size for item in layers if item.state == "new"}
-    first = _first_difference(old.layers, new.layers)
-    above = sum(layer.size for layer in new.layers[first:])
-    every = {layer.digest: layer.size for layer in new.layers}
-    moved = sum(fresh.values()) + json_bytes
+    every: dict[str, int] = {}
+    above = changed = described = 0
+    for old, new in pairs:
+        if new is None:
+            continue
+        first = _first_difference(_layers_of(old), new.layers)
+        above += sum(layer.size for layer in new.layers[first:])
+        every |= {layer.digest: layer.size for layer in new.layers}
+        config, manifest = int(new.manifest["config"].get("size", 0)), len(new.manifest_json)
+        described += config + manifest
+        changed += manifest if old is None or new.digest != old.digest else 0
+        changed += config if old is None or new.config_digest != old.config_digest else 0
+    moved = sum(fresh.values()) + changed
     return Transfer(
         push=moved,
         pull=moved,
-        pull_docker=above + json_bytes,
+        pull_docker=above + changed,
         unpack=above,
-        total=sum(every.values()) + config + len(new.manifest_json),
+        total=sum(every.values()) + described,
     )

@@ -147,5 +147,6 @@ def base_packages(data: bytes) -> tuple[Package, ...]:
 def _needed(read_file: ReadFile, name: str, place: str) -> bytes:
     data = read_file(name)
     if data is None:
-        raise ImageError(f"holds no {name}", place=place, hint="is it an image of ralbuild?")
+        hint = "is it an image of ralbuild? an image of weights alone has nothing compiled in it"
+        raise ImageError(f"holds no {name}", place=place, hint=hint)
     return data

@@ -18,7 +18,7 @@ from typing import Any
 from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.digests import DigestCache, open_regular
 from ralbuild.errors import ImageError
-from ralbuild.image.artifacts import Artifact, subject_of
+from ralbuild.image.artifacts import Artifact, companion_name, companion_suffix, subject_of
 from ralbuild.image.assemble import Image, Layer
 from ralbuild.image.blobs import BLOBS, PARTIAL, BlobFolder
 from ralbuild.image.disk import Note, check_room, clear_place, host_errors, locked, remove_tree
@@ -96,7 +96,7 @@ class LayoutSink:
                     self._blobs.add_bytes(data)
             entries = _kept_entries(self._folder, self._index, image, self._tag)
             entries.append(index_entry(image.manifest, image.architecture, self._tag))
-            entries = _with_artifacts(entries, image.artifacts)
+            entries = _with_artifacts(entries, image.artifacts, self._tag)
             _replace(self._folder / "index.json", index_json(entries, self._index))
             _prune(self._folder, self._blobs)
             if self._folder != self._target:
@@ -190,10 +190,10 @@ def _kept_entries(folder: Path, index: Mapping[str, Any], image: Image, tag: str
     return [entry for entry in kept if not gone or _subject(folder, entry) not in gone]
 
 
-def _with_artifacts(entries: list[Any], artifacts: tuple[Artifact, ...]) -> list[Any]:
-    new = [artifact.entry() for artifact in artifacts]
+def _with_artifacts(entries: list[Any], artifacts: tuple[Artifact, ...], image: str) -> list[Any]:
+    new = [artifact.entry(image) for artifact in artifacts]
     digests = {entry["digest"] for entry in new}
-    tags = {artifact.tag for artifact in artifacts if artifact.tag}
+    tags = {name for artifact in artifacts if (name := artifact.name(image))}
     kept = [item for item in entries if item.get("digest") not in digests and entry_name(item) not in tags]
     return kept + new
 
@@ -208,8 +208,13 @@ def _subject(folder: Path, entry: Mapping[str, Any]) -> str:
 
 
 def _is_replaced(entry: Mapping[str, Any], image: Image, tag: str) -> bool:
-    """Tell whether the new image takes this entry's place: it has its name, or is it without a name."""
-    name = entry_name(entry)
+    """Tell whether the new image takes this entry's place: it has its name, or is it without a name.
+
+    So do companions of the old image of that name: the new one brings its own.
+    """
+    name, suffix = entry_name(entry), companion_suffix(entry)
+    if suffix and name == companion_name(tag, suffix):
+        return True
     return name == tag or (not name and entry.get("digest") == image.digest)
 
 

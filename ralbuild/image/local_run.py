@@ -58,7 +58,8 @@ def prepare_tree(layout: Path, report: Report, name: str = "") -> Path:
         HostError: when the cache cannot be written.
     """
     folder = cache_dir() / "run" / _FORMAT
-    with open_image(layout, name) as image, host_errors(folder, 0), exclusive(folder / ".lock"):
+    with open_image(layout, name) as stored, host_errors(folder, 0), exclusive(folder / ".lock"):
+        image = stored.mounted()
         store = LayerStore(folder / "layers")
         tree = folder / image.digest.removeprefix("sha256:")
         complete = tree.with_name(f"{tree.name}.complete")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,6 +43,16 @@ class RegistryOutput:
 
 
 Output = LayoutOutput | ArchiveOutput | DockerOutput | RegistryOutput
+
+
+def check_takes_companions(outputs: Iterable[Output]) -> None:
+    """Raise UsageError for an output that holds one manifest only, when there is more than one to write."""
+    if any(isinstance(output, ArchiveOutput | DockerOutput) for output in outputs):
+        raise UsageError(
+            "weights apart and a ModelPack manifest need a layout or a registry: others hold one image",
+            place="--output",
+            hint="--output oci:DIR, then `skopeo copy oci:DIR:NAME docker-archive:FILE` for each of them",
+        )
 
 
 def parse_output(text: str) -> Output:

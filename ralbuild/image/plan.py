@@ -6,7 +6,7 @@ docs/image-plan.md is the written form. The same plan gives the same image bytes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -188,6 +188,18 @@ class ImageConfig:
     stop_signal: str = "SIGTERM"
 
 
+WEIGHTS_LABEL = "io.ralbuild.weights.image"
+"""Label of an image without weights: the manifest digest of the image that holds them."""
+WEIGHTS_VARIABLE = "RAL_WEIGHTS_IMAGE"
+"""The same for the launcher, which names it when nothing is mounted."""
+
+
+def bind_weights(config: ImageConfig, digest: str) -> ImageConfig:
+    """Return ``config`` with the digest of the image that holds the weights."""
+    labels = {**config.labels, WEIGHTS_LABEL: digest}
+    return replace(config, labels=labels, env=(*config.env, (WEIGHTS_VARIABLE, digest)))
+
+
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
     """A whole image.
@@ -202,6 +214,7 @@ class ImagePlan:
         annotations: of the manifest; must not be the ``org.opencontainers.image.base`` ones.
         architecture: as the OCI image specification names it.
         packing: version of the rules that turn a layer into bytes.
+        weights: the image that holds the weights when this one does not; its digest becomes a label.
     """
 
     base: BaseImage | None
@@ -212,6 +225,7 @@ class ImagePlan:
     annotations: Mapping[str, str] = field(default_factory=dict)
     architecture: str = "amd64"
     packing: str = PACKING
+    weights: ImagePlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +248,8 @@ def _known_digest(source: bytes | HostFile | Pieces) -> str:
 
 
 def planned_files(plan: ImagePlan) -> tuple[PlannedFile, ...]:
-    """Return what our layers will hold, in the order of the layers and of their paths."""
-    out = []
+    """Return what our layers will hold, in the order of the layers and of their paths; weights first."""
+    out = list(planned_files(plan.weights)) if plan.weights is not None else []
     for layer in plan.layers:
         for entry in sorted(layer.entries, key=lambda item: item.path.encode()):
             if isinstance(entry, FileEntry):

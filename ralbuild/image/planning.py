@@ -1,12 +1,12 @@
 """From a compiled bundle to an `ImagePlan`: which file goes where, in which layer, with which labels.
 
-Layers are ordered by rate of change: base, weights, tokenizer and configs, launcher, rules. A changed
-rule touches the last one only.
+Layers are ordered by rate of change: base, weights, tokenizer and configs, launcher, kernels, rules. A
+changed rule touches the last one only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -29,6 +29,7 @@ from ralbuild.errors import ImageError
 from ralbuild.image.oci import LICENSE_LABEL
 from ralbuild.image.plan import (
     BaseImage,
+    DirEntry,
     FileEntry,
     HostFile,
     ImageConfig,
@@ -48,6 +49,8 @@ OUR_LABELS = "io.ralbuild."
 """Prefix of every label that an image adds to its base's; those of a base start with `BASE_LABELS`."""
 _BASE_FACTS = ("lock", "python", "torch", "transformers")
 _PYTHON = "3.11."
+MODEL_LAYER = "tokenizer and configuration"
+"""Name of the layer with the model's small files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +80,39 @@ class ImageParts:
     simulated: str = ""
 
 
-def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
+def plan_image(
+    base: BaseImage, parts: ImageParts, *, volume: bool = False, weights_base: BaseImage | None = None
+) -> ImagePlan:
     """Return the plan of an image on ``base``.
+
+    Args:
+        base: what it is built on.
+        parts: what goes into it.
+        volume: put the model's files into an image of their own, which is mounted at `MODEL_DIR`.
+        weights_base: what that image is built on, for those who start it; None builds it on nothing.
 
     Raises:
         ImageError: when the base was not made for this target.
     """
     check_base(base, parts.bundle.target)
-    weights = _weight_layers(parts.model.shards)
-    layers = (*weights, _model_layer(parts), _launcher_layer(), _rules_layer(parts))
+    model = (*_weight_layers(parts.model.shards), _model_layer(parts))
+    ours = (_launcher_layer(), *_bundle_layers(parts))
+    layers = (_mount_point(), *ours) if volume else (*model, *ours)
     config = run_config(parts.bundle_sha256, image_labels(parts))
     annotations = {"org.opencontainers.image.title": parts.bundle.model}
-    return ImagePlan(base, layers, config, parts.created, parts.mtime, annotations)
+    weights = _weights_plan(weights_base, model, parts) if volume else None
+    return ImagePlan(base, layers, config, parts.created, parts.mtime, annotations, weights=weights)
+
+
+def _weights_plan(base: BaseImage | None, layers: tuple[LayerPlan, ...], parts: ImageParts) -> ImagePlan:
+    """Return the image of the model's files alone; no date, rule, name or version of ours is in it."""
+    config = ImageConfig(labels=_model_labels(parts), stop_signal="")
+    return ImagePlan(base, layers, config, mtime=parts.mtime)
+
+
+def _mount_point() -> LayerPlan:
+    folder = MODEL_DIR.strip("/")
+    return LayerPlan("mount point of the weights", "small", (DirEntry(folder),), (folder,))
 
 
 def run_config(bundle_sha256: str, labels: Mapping[str, str]) -> ImageConfig:
@@ -132,10 +156,6 @@ def image_labels(parts: ImageParts) -> dict[str, str]:
         "io.ralbuild.version": __version__,
         "io.ralbuild.target": bundle.target,
         "io.ralbuild.model": bundle.model,
-        "io.ralbuild.model.architecture": manifest.architecture,
-        "io.ralbuild.model.parameters": str(manifest.parameters),
-        "io.ralbuild.model.manifest": f"sha256:{bundle.manifest.sha256}",
-        "io.ralbuild.weights.bytes": str(parts.model.weight_bytes),
         "io.ralbuild.weights.memory": str(_resident_bytes(manifest, bundle.engine.dtype)),
         "io.ralbuild.dtype": bundle.engine.dtype,
         "io.ralbuild.max_batch_size": str(bundle.engine.max_batch_size),
@@ -143,9 +163,8 @@ def image_labels(parts: ImageParts) -> dict[str, str]:
         "io.ralbuild.bundle": f"sha256:{parts.bundle_sha256}",
         "io.ralbuild.config": f"sha256:{bundle.config_sha256}",
         "io.ralbuild.rules": str(len(bundle.rules)),
+        **_model_labels(parts),
     }
-    if parts.license:
-        labels[LICENSE_LABEL] = parts.license
     archs = sorted({item.arch for kernel in bundle.kernels for item in kernel.objects})
     if archs:
         pins = load_pins()
@@ -158,6 +177,17 @@ def image_labels(parts: ImageParts) -> dict[str, str]:
     if parts.simulated:
         labels["io.ralbuild.simulated"] = parts.simulated
     return labels
+
+
+def _model_labels(parts: ImageParts) -> dict[str, str]:
+    manifest = parts.model.manifest
+    labels = {
+        "io.ralbuild.model.architecture": manifest.architecture,
+        "io.ralbuild.model.parameters": str(manifest.parameters),
+        "io.ralbuild.model.manifest": f"sha256:{parts.bundle.manifest.sha256}",
+        "io.ralbuild.weights.bytes": str(parts.model.weight_bytes),
+    }
+    return labels | ({LICENSE_LABEL: parts.license} if parts.license else {})
 
 
 def _resident_bytes(manifest: ModelManifest, dtype: str) -> int:
@@ -190,7 +220,7 @@ def check_base(base: BaseImage, target: str) -> None:
 def _model_layer(parts: ImageParts) -> LayerPlan:
     folder = MODEL_DIR.strip("/")
     entries = tuple(FileEntry(f"{folder}/{name}", data) for name, data in parts.model.files)
-    return LayerPlan("tokenizer and configuration", "small", entries, (folder,))
+    return LayerPlan(MODEL_LAYER, "small", entries, (folder,))
 
 
 def _launcher_layer() -> LayerPlan:
@@ -208,11 +238,25 @@ def launcher_files() -> tuple[FileEntry, ...]:
     return tuple(FileEntry(f"{folder}/{path.relative_to(package)}", path.read_bytes()) for path in sources)
 
 
-def _rules_layer(parts: ImageParts) -> LayerPlan:
+def _bundle_layers(parts: ImageParts) -> tuple[LayerPlan, LayerPlan]:
+    """Return the layer that rules do not change, and the one that they do."""
+    bundle = parts.bundle
+    fixed = {bundle.manifest.sha256, bundle.vocab.sha256}
+    fixed |= {
+        ref.sha256 for kernel in bundle.kernels for item in kernel.objects for ref in (item.cubin, item.ptx)
+    }
     entries = [
         FileEntry(BUNDLE_FILE.strip("/"), parts.bundle_json),
         FileEntry(CONFIG_FILE.strip("/"), parts.config_source),
+        *_object_entries(parts, parts.objects.keys() - fixed),
     ]
+    owned = (str(Path(BUNDLE_FILE).parent).strip("/"),)
+    return (
+        LayerPlan("kernels and vocabulary", "small", tuple(_object_entries(parts, fixed)), owned),
+        LayerPlan("rules", "small", tuple(entries), owned),
+    )
+
+
+def _object_entries(parts: ImageParts, digests: Set[str]) -> Iterator[FileEntry]:
     folder = OBJECTS_DIR.strip("/")
-    entries += [FileEntry(f"{folder}/{digest}", data) for digest, data in sorted(parts.objects.items())]
-    return LayerPlan("rules", "small", tuple(entries), (str(Path(BUNDLE_FILE).parent).strip("/"),))
+    return (FileEntry(f"{folder}/{digest}", parts.objects[digest]) for digest in sorted(digests))

@@ -11,14 +11,23 @@ import os
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from ralbuild.digests import open_regular
 from ralbuild.errors import ImageError
-from ralbuild.image.artifacts import StoredArtifact, is_about, is_artifact, read_artifact
+from ralbuild.image.artifacts import (
+    Artifact,
+    StoredArtifact,
+    companion_suffix,
+    is_about,
+    is_artifact,
+    read_artifact,
+    read_companions,
+)
 from ralbuild.image.blobs import BLOBS
+from ralbuild.image.layerfile import find_in_layer
 from ralbuild.image.oci import (
     CONFIG_TYPE,
     INDEX_TYPE,
@@ -29,9 +38,8 @@ from ralbuild.image.oci import (
     Descriptor,
     entry_name,
 )
-from ralbuild.image.plan import BaseImage, BaseLayer
+from ralbuild.image.plan import WEIGHTS_LABEL, BaseImage, BaseLayer
 from ralbuild.image.store import (
-    FILE_LIMIT,
     OpenBlob,
     archive_opener,
     as_object,
@@ -103,7 +111,7 @@ class StoredImage:
         """
         found = []
         for entry in _flat_entries(self._open, self._index, self.store):
-            if entry.get("mediaType") != MANIFEST_TYPE:
+            if entry.get("mediaType") != MANIFEST_TYPE or companion_suffix(entry):
                 continue
             if not is_artifact(entry) and not is_about(self._open, entry, self.digest, self.store):
                 continue  # another image, which may be broken and is none of our business
@@ -111,6 +119,40 @@ class StoredImage:
             if artifact is not None:
                 found.append(artifact)
         return tuple(found)
+
+    def companions(self) -> tuple[Artifact, ...]:
+        """Return the manifests beside this image that belong to it, in the order of the index.
+
+        Raises:
+            ImageError: when one is missing or damaged.
+        """
+        entries = _flat_entries(self._open, self._index, self.store)
+        return read_companions(self._open, entries, self.name, self.store)
+
+    def weights(self) -> StoredImage | None:
+        """Return the image that holds this one's weights; None when they are in this one.
+
+        Raises:
+            ImageError: when the store lacks it, or it is damaged.
+        """
+        digest = self.labels.get(WEIGHTS_LABEL)
+        if not digest:
+            return None
+        try:
+            return _load(self._open, {"digest": digest}, self.store, self._index)
+        except ImageError as error:
+            hint = f"copy it too: it has this image's name and -weights, and the digest {digest}"
+            what = f"the image that holds the weights cannot be read: {error.problems[0].message}"
+            raise ImageError(what, place=self.store, hint=hint) from None
+
+    def mounted(self) -> StoredImage:
+        """Return this image as it runs: with the layers of the one that holds its weights below its own.
+
+        Raises:
+            ImageError: as `weights`.
+        """
+        weights = self.weights()
+        return replace(self, layers=(*weights.layers, *self.layers)) if weights is not None else self
 
     def read_file(self, path: str) -> bytes | None:
         """Return the file at ``path`` as a container would see it; None when there is none.
@@ -124,7 +166,7 @@ class StoredImage:
                 raise ImageError("cannot read inside a layer compressed with zstd", place=self.store)
             try:
                 with self.open_layer(layer) as blob, tarfile.open(fileobj=blob) as tar:
-                    found = _find(tar, wanted)
+                    found = find_in_layer(tar, wanted)
             except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, zlib.error) as error:
                 raise ImageError(f"layer {layer.digest} is damaged: {error}", place=self.store) from None
             if found is not None:
@@ -320,39 +362,3 @@ def _descriptor(item: Mapping[str, Any], diff_id: str, store: str) -> Descriptor
         raise ImageError(f"a layer's size is {size!r}", place=store)
     name, kind = str(annotations.get(LAYER_NAME, "layer")), str(annotations.get(LAYER_KIND, ""))
     return Descriptor(media_type, item["digest"], size, diff_id, name, kind)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The answer of one layer: the file's bytes, or None when the layer deletes it."""
-
-    data: bytes | None
-
-
-def _find(tar: tarfile.TarFile, wanted: str) -> _Found | None:
-    """Look for ``wanted`` in one layer; None when the layer says nothing about it."""
-    parts = wanted.split("/")
-    parents = ["/".join(parts[:count]) for count in range(len(parts))]
-    deleted = {f"{parent}/.wh.{part}".lstrip("/") for parent, part in zip(parents, parts, strict=True)}
-    deleted |= {f"{parent}/.wh..wh..opq".lstrip("/") for parent in parents}
-    hidden = False
-    for member in tar:
-        name = member.name.removeprefix("./").strip("/")
-        if name == wanted:
-            return _Found(_content(tar, member, wanted))
-        hidden = hidden or name in deleted
-    return _Found(None) if hidden else None
-
-
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, wanted: str) -> bytes | None:
-    try:
-        file = tar.extractfile(member)
-    except KeyError:
-        file = None  # a link to another layer
-    if file is None:
-        return None
-    with file:
-        data = file.read(FILE_LIMIT + 1)
-    if len(data) > FILE_LIMIT:
-        raise ImageError(f"{wanted} is longer than {FILE_LIMIT} bytes")
-    return data

@@ -15,13 +15,12 @@ from typing import Any
 from ralbuild import __version__
 from ralbuild.contract.tarball import PACKING
 from ralbuild.errors import ImageError
-from ralbuild.image.assemble import Image, Layer, base_layer
-from ralbuild.image.blobs import BLOBS
-from ralbuild.image.layers import Recipe
-from ralbuild.image.oci import PACKING_LABEL, Descriptor, config_json, manifest_json
-from ralbuild.image.plan import BaseImage, HostFile, ImagePlan, LayerDigest
+from ralbuild.image.assemble import Image, base_layer
+from ralbuild.image.oci import PACKING_LABEL, config_json, manifest_json
+from ralbuild.image.plan import WEIGHTS_LABEL, BaseImage, ImagePlan, bind_weights
 from ralbuild.image.planning import BASE_LABELS, OUR_LABELS, check_base, run_config
 from ralbuild.image.reader import StoredImage
+from ralbuild.image.stored import stored_layer
 
 _BASE_ANNOTATIONS = "org.opencontainers.image.base."
 _CREATED = "org.opencontainers.image.created"
@@ -47,20 +46,24 @@ def rebase_image(image: StoredImage, folder: Path, base: BaseImage) -> Image:
         for name, value in (image.manifest.get("annotations") or {}).items()
         if name != _CREATED and not name.startswith(_BASE_ANNOTATIONS)
     }
+    run = run_config(labels["io.ralbuild.bundle"].removeprefix("sha256:"), labels)
+    weights = image.weights()
     plan = ImagePlan(
         base=base,
         layers=(),
-        config=run_config(labels["io.ralbuild.bundle"].removeprefix("sha256:"), labels),
+        config=bind_weights(run, labels[WEIGHTS_LABEL]) if weights else run,
         created=_seconds(image.config),
         annotations=annotations,
         architecture=str(image.config["architecture"]),
         packing=image.labels[PACKING_LABEL],
     )
     layers = [base_layer(layer) for layer in base.layers]
-    layers += [_moved(layer, folder) for layer in image.layers if layer.kind != "base"]
+    layers += [stored_layer(layer, folder) for layer in image.layers if layer.kind != "base"]
     descriptors = [layer.descriptor for layer in layers]
     config = config_json(plan, descriptors)
-    return Image(tuple(layers), config, manifest_json(plan, config, descriptors), plan.architecture)
+    manifest = manifest_json(plan, config, descriptors)
+    beside = tuple(stored_layer(layer, folder) for layer in weights.layers) if weights else ()
+    return Image(tuple(layers), config, manifest, plan.architecture, image.companions(), beside)
 
 
 def _check_image(image: StoredImage) -> None:
@@ -91,11 +94,3 @@ def _seconds(config: Mapping[str, Any]) -> int:
         return int(dt.datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=dt.UTC).timestamp())
     except ValueError:
         raise ImageError(f"needs a date in the config, found {text[:40]!r}") from None
-
-
-def _moved(layer: Descriptor, folder: Path) -> Layer:
-    """Return a layer of the image as it is: a blob to link, or to copy where that cannot be."""
-    sha256 = layer.digest.removeprefix("sha256:")
-    blob = folder / BLOBS / sha256
-    recipe = Recipe(layer.name, (HostFile(blob, layer.size),), blob)
-    return Layer(layer, LayerDigest(sha256, layer.size), recipe)

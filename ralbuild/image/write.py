@@ -6,18 +6,24 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ralbuild.digests import DigestCache
-from ralbuild.image.archive import open_archive
 from ralbuild.image.assemble import Image
-from ralbuild.image.daemon import open_docker
 from ralbuild.image.disk import Note
 from ralbuild.image.layers import Progress, WrongLayerError
-from ralbuild.image.layout import open_layout
-from ralbuild.image.outputs import ArchiveOutput, DockerOutput, LayoutOutput, Output, RegistryOutput
-from ralbuild.image.registry.connect import Registries
-from ralbuild.image.registry.sink import open_registry
+from ralbuild.image.outputs import (
+    ArchiveOutput,
+    DockerOutput,
+    LayoutOutput,
+    Output,
+    RegistryOutput,
+    check_takes_companions,
+)
 from ralbuild.image.sink import Sink
+
+if TYPE_CHECKING:
+    from ralbuild.image.registry.connect import Registries
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class WrittenImage:
 
     Attributes:
         manifest_digest, config_digest: with ``sha256:``.
-        layers: from the lowest.
+        layers: from the lowest; those beside the image first.
         bytes_written: of blobs, over all outputs, sent ones included.
         names: how registries and engines call it.
     """
@@ -88,6 +94,8 @@ def write_image(
         HostError: when an output cannot be written or its disk is too small.
     """
     # One order for everybody: two builds that lock the same outputs cannot wait for each other.
+    if image.companions:
+        check_takes_companions(outputs)
     ordered = sorted({_key(output): output for output in outputs}.items())
     shared = _Shared(cache, registries, progress, note)
     try:
@@ -110,7 +118,7 @@ def write_image(
             layer.descriptor.size,
             all(layer.digest.sha256 in result.reused for result in results),
         )
-        for layer in image.layers
+        for layer in (*image.beside, *image.layers)
     )
     names = tuple(result.name for result in results if result.name)
     written = sum(result.written for result in results)
@@ -129,11 +137,20 @@ def _key(output: Output) -> tuple[int, str]:
 
 
 def _open(output: Output, image: Image, tag: str, shared: _Shared) -> contextlib.AbstractContextManager[Sink]:
+    # Each kind of output is imported when it is asked for: a changed rule should not wait for HTTP and TLS.
     if isinstance(output, LayoutOutput):
+        from ralbuild.image.layout import open_layout
+
         return open_layout(output.path, image, tag, shared.cache, shared.progress, shared.note)
     if isinstance(output, ArchiveOutput):
+        from ralbuild.image.archive import open_archive
+
         return open_archive(output.path, image, tag, shared.progress, shared.note)
     if isinstance(output, RegistryOutput):
         assert shared.registries is not None
+        from ralbuild.image.registry.sink import open_registry
+
         return open_registry(output.reference, image, shared.registries, shared.progress)
+    from ralbuild.image.daemon import open_docker
+
     return open_docker(image, tag, shared.progress)

@@ -59,9 +59,22 @@ def check_files(settings: Settings) -> Checked:
     except FormatError as error:
         raise BundleCorruptError(error.message, place=error.where, hint=_REBUILD) from None
     folder = settings.path(places.MODEL_DIR)
+    if settings.weights_image and not _has_files(folder):
+        raise ModelMismatchError(
+            "holds no weights: they are in an image of their own",
+            place=str(folder),
+            hint=f"mount the folder {places.MODEL_DIR} of the image {settings.weights_image} there",
+        )
     files = {item.path: _check_file(folder, item) for item in manifest.files}
     weights = tuple(_check_weight(folder, item) for item in manifest.weights)
     return Checked(bundle, digest, manifest, objects, files, weights)
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        return any(folder.iterdir())
+    except OSError:
+        return False
 
 
 def hash_weights(checked: Checked) -> None:

@@ -21,6 +21,8 @@ class Settings:
         root: put in front of every path of `ralbuild.contract.places`; empty inside a container.
         host, port: where to listen; port 0 takes a free one.
         bundle_sha256: digest that ``bundle.json`` must have; empty to accept any.
+        weights_image: digest of the image that must be mounted at `places.MODEL_DIR`; empty when the weights
+            are in this image.
         verify: ``full`` hashes the weight files, ``size`` compares their sizes only, ``auto`` takes
             ``full`` for weights of at most `FULL_BYTES`.
         threads: compute threads; 0 takes what affinity and the cgroup allow.
@@ -33,6 +35,7 @@ class Settings:
     host: str = "0.0.0.0"  # noqa: S104 - a container listens on all of its own interfaces
     port: int = places.PORT
     bundle_sha256: str = ""
+    weights_image: str = ""
     verify: str = "auto"
     threads: int = 0
     queue: int = 64
@@ -63,6 +66,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         host=env.get("RAL_HOST", usual.host),
         port=_number(env, "RAL_PORT", usual.port, 65535),
         bundle_sha256=env.get("RAL_BUNDLE_SHA256", "").removeprefix("sha256:"),
+        weights_image=env.get("RAL_WEIGHTS_IMAGE", ""),
         verify=verify,
         threads=_number(env, "RAL_THREADS", usual.threads, 4096),
         queue=_number(env, "RAL_QUEUE", usual.queue, 1 << 20),

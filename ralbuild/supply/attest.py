@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ralbuild.digests import DigestCache
-from ralbuild.errors import UsageError
 from ralbuild.image.artifacts import Artifact, make_artifact
 from ralbuild.image.assemble import Image
+from ralbuild.image.bases import read_base_file
 from ralbuild.image.disk import Note
 from ralbuild.image.facts import ImageFacts, ReadFile, read_facts, stored_facts
 from ralbuild.image.layers import Progress
-from ralbuild.image.outputs import LayoutOutput, Output, RegistryOutput
+from ralbuild.image.outputs import LayoutOutput
 from ralbuild.image.plan import FileEntry, ImagePlan
-from ralbuild.image.reader import StoredImage, open_image
+from ralbuild.image.reader import open_image
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import write_image
-from ralbuild.signing import PrivateKey
 from ralbuild.supply.provenance import (
-    LOCAL_BUILDER,
     PROVENANCE_PREDICATE,
     STATEMENT_MEDIA_TYPE,
     provenance,
@@ -29,41 +26,9 @@ from ralbuild.supply.provenance import (
 )
 from ralbuild.supply.sbom import SBOM_PREDICATE, SBOM_TYPE, sbom_json
 from ralbuild.supply.signature import bundle_artifact, signature_artifacts
+from ralbuild.supply.wanted import Wanted
 
 PREDICATE_TYPE = "in-toto.io/predicate-type"
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What to store beside an image: a signature by ``key``, its bill of materials, its provenance.
-
-    With a key, bill and provenance are signed too. ``builder`` is the URI of who ran the build.
-    """
-
-    key: PrivateKey | None = None
-    sbom: bool = False
-    provenance: bool = False
-    builder: str = LOCAL_BUILDER
-
-    def __bool__(self) -> bool:
-        return self.key is not None or self.sbom or self.provenance
-
-    def __str__(self) -> str:
-        names = {"signature": self.key is not None, "sbom": self.sbom, "provenance": self.provenance}
-        return ", ".join(name for name, wanted in names.items() if wanted)
-
-    def check_outputs(self, outputs: Iterable[Output]) -> None:
-        """Raise UsageError when something is wanted and no output has a place for it."""
-        beside = (LayoutOutput, RegistryOutput)
-        if self and not any(isinstance(output, beside) for output in outputs):
-            raise UsageError(
-                "what is signed and attested lies beside an image: in a layout or a registry",
-                place="--output",
-                hint="add --output oci:DIR",
-            )
-
-
-NOTHING = Wanted()
 
 
 def attest_image(image: Image, read_file: ReadFile, wanted: Wanted, place: str) -> Image:
@@ -79,18 +44,19 @@ def attest_image(image: Image, read_file: ReadFile, wanted: Wanted, place: str) 
         ImageError: when a file that says what is in the image is missing or wrong.
     """
     facts = read_facts(image.manifest, json.loads(image.config), read_file, place)
-    return replace(image, artifacts=make_artifacts(facts, wanted))
+    return replace(image, artifacts=(*image.companions, *make_artifacts(facts, wanted)))
 
 
-def files_to_be(plan: ImagePlan, base: StoredImage) -> ReadFile:
+def files_to_be(plan: ImagePlan) -> ReadFile:
     """Return what finds a file of a planned image: in its own small layers, else in its base."""
     ours = {
         f"/{entry.path}": entry.source
-        for layer in plan.layers
+        for layer in (*(plan.weights.layers if plan.weights else ()), *plan.layers)
         for entry in layer.entries
         if isinstance(entry, FileEntry) and isinstance(entry.source, bytes)
     }
-    return lambda path: ours[path] if path in ours else base.read_file(path)
+    base = plan.base
+    return lambda path: ours[path] if path in ours or base is None else read_base_file(base, path)
 
 
 def sign_stored(
@@ -107,7 +73,8 @@ def sign_stored(
     """
     with open_image(layout, tag) as stored:
         name, artifacts = stored.name, make_artifacts(stored_facts(stored), wanted)
-    image = replace(stored_image(layout, name), artifacts=artifacts)
+    image = stored_image(layout, name)
+    image = replace(image, artifacts=(*image.companions, *artifacts))
     write_image(image, (LayoutOutput(layout),), tag=name, cache=cache, progress=progress, note=note)
     return image
 

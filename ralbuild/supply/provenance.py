@@ -11,14 +11,13 @@ from typing import Any
 from ralbuild.contract.codec import canonical_json
 from ralbuild.image.facts import ImageFacts
 from ralbuild.pins import load_pins
+from ralbuild.supply.wanted import LOCAL_BUILDER
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 STATEMENT_MEDIA_TYPE = "application/vnd.in-toto+json"
 PROVENANCE_PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:ralbuild:build:image:v1"
 """docs/supply.md says what its parameters mean."""
-LOCAL_BUILDER = "urn:ralbuild:builder:local"
-"""The builder's id where nobody names another one: somebody's machine, with no promise about it."""
 
 _EPOCH = "1970-01-01T00:00:00Z"
 

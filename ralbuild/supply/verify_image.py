@@ -89,8 +89,24 @@ def verify_image(
     checks.append(_provenance(facts, evidence, required))
     checks.append(_sbom(facts, evidence, required))
     checks += [_layer(image, layer, progress) for layer in image.layers]
+    checks += _weights(image, progress)
     checks += [_labels(image, facts), _objects(image, facts)]
     return tuple(checks)
+
+
+def _weights(image: StoredImage, progress: Progress | None) -> list[Check]:
+    """Check the image that holds the weights; there is nothing to check where they are in this one."""
+    try:
+        weights = image.weights()
+    except ImageError as error:
+        return [Check("weights image", good=False, detail=error.problems[0].message)]
+    if weights is None:
+        return []
+    name = "io.ralbuild.model.manifest"
+    same = weights.labels.get(name) == image.labels.get(name)
+    detail = weights.digest if same else f"holds another model: its label {name} differs"
+    checks = [Check("weights image", good=same, detail=detail)]
+    return checks + [_layer(weights, layer, progress) for layer in weights.layers]
 
 
 def _collect(image: StoredImage, keys: tuple[PublicKey, ...]) -> _Evidence:

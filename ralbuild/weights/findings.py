@@ -46,6 +46,18 @@ class Finding:
         """The file and the tensor in it."""
         return ": ".join(part for part in (self.file, self.tensor) if part)
 
+    def words(self) -> dict[str, str]:
+        """Return the arguments of `Findings.add` that give the finding again."""
+        return {
+            "rule_id": self.rule.id,
+            "message": self.message,
+            "file": self.file,
+            "tensor": self.tensor,
+            "found": self.found,
+            "needed": self.needed,
+            "hint": self.hint,
+        }
+
     def problem(self) -> Problem:
         """Return the finding as the command line reports errors."""
         return Problem(f"{self.message} [{self.rule.id} {self.rule.name}]", self.place, self.hint)
@@ -101,6 +113,17 @@ class Findings:
                 hint or rule.hint,
             )
             self._all.append(finding)
+
+    @property
+    def whole(self) -> bool:
+        """True while no finding is only counted."""
+        return all(count <= MOST_OF_ONE_KIND for count in self._counts.values())
+
+    def take(self, other: Findings) -> None:
+        """Add what another collection found, of files that this one has no findings in of the same rule."""
+        self._all += other._all
+        for key, count in other._counts.items():
+            self._counts[key] = self._counts.get(key, 0) + count
 
     @property
     def failed(self) -> bool:

@@ -26,6 +26,7 @@ class Layout:
     names: tuple[str, ...]
     weight_map: dict[str, str]
     index: dict[str, Any]
+    index_json: bytes = b""
 
 
 def find_layout(folder: Folder, findings: Findings) -> Layout:
@@ -44,7 +45,8 @@ def find_layout(folder: Folder, findings: Findings) -> Layout:
                 count = sum(1 for value in weight_map.values() if value == name)
                 what = "the index names this shard, but it is missing"
                 findings.add("W207", what, file=name, found=f"{count} tensors are in it")
-        layout = Layout(tuple(name for name in names if name in files), weight_map, index or {})
+        there = tuple(name for name in names if name in files)
+        layout = Layout(there, weight_map, index or {}, data or b"")
     elif SINGLE in files:
         layout = Layout((SINGLE,), {}, {})
     else:

@@ -6,21 +6,24 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ralbuild.contract.codec import sha256_hex
 from ralbuild.contract.manifest import ModelFile, ModelManifest
 from ralbuild.contract.vocab import write_vocab
 from ralbuild.digests import DigestCache
-from ralbuild.signing import PublicKey
 from ralbuild.weights import architecture, dialect, hooks, layout, quantised, signature, special
 from ralbuild.weights.families import Family, families
 from ralbuild.weights.files import SHIPPED_FILES, Folder, open_folder, read_json, read_small
 from ralbuild.weights.findings import Finding, Findings
+from ralbuild.weights.memo import Memo
 from ralbuild.weights.reading import Progress, Reading, WeightFile, WeightShard
 from ralbuild.weights.safetensors import Header, Tensor, majority_dtype, read_header
 from ralbuild.weights.template import Template, check_template, find_template
-from ralbuild.weights.tokenizer import Vocabulary, read_vocabulary
+from ralbuild.weights.tokenizer import Vocabulary, load_vocabulary
+
+if TYPE_CHECKING:
+    from ralbuild.signing import PublicKey
 
 MOST_TENSORS = 1_000_000
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight")
@@ -36,6 +39,7 @@ class Order:
         fail_fast: do not read weights once an error is known, and stop at the first bad file.
         ignored: ids of rules whose findings do not count.
         key: of the publisher, to check ``model.sig`` with.
+        memo: remembers what the same tokenizer and template came to before; None works it out.
     """
 
     rehash: bool = False
@@ -43,6 +47,7 @@ class Order:
     fail_fast: bool = False
     ignored: frozenset[str] = frozenset()
     key: PublicKey | None = None
+    memo: Memo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,7 @@ def verify_folder(
     check.read_small_files()
     check.read_headers()
     check.check_names_and_shapes()
-    vocabulary, template = check.read_tokenizer()
+    vocabulary, template = check.read_tokenizer(order.memo)
     left_out = layout.left_out(check.folder, check.layout, findings)
     signed = signature.check_signature(check.folder, order.key, findings)
     if order.fail_fast and findings.failed:
@@ -169,16 +174,17 @@ class _Check:
             if data is None:
                 continue
             self.small[name] = data
-            if name.endswith(".json"):
+            if name.endswith(".json") and name != "tokenizer.json":  # see `read_tokenizer`
                 config = read_json(data, name, self.findings)
                 if config is not None:
                     self.configs[name] = config
-        configs = {name: config for name, config in self.configs.items() if name != "tokenizer.json"}
-        hooks.check_code(self.folder, configs, self.findings)
+        hooks.check_code(self.folder, self.configs, self.findings)
 
     def read_headers(self) -> None:
         """Find the weight files, read their headers and compare them with the index."""
         self.layout = layout.find_layout(self.folder, self.findings)
+        if self.layout.index_json:  # other servers find the shards by it
+            self.small = dict(sorted({**self.small, layout.INDEX: self.layout.index_json}.items()))
         for name in self.layout.names:
             header = read_header(self.folder.files[name], name, self.findings)
             if header is None:
@@ -248,17 +254,15 @@ class _Check:
                 what = f"has {found} rows, but config.json says vocab_size {rows}"
                 self.findings.add("W304", what, tensor=name, found=found, needed=rows)
 
-    def read_tokenizer(self) -> tuple[Vocabulary | None, Template | None]:
+    def read_tokenizer(self, memo: Memo | None) -> tuple[Vocabulary | None, Template | None]:
         """Read tokenizer and template, and check the special tokens."""
-        data = self.configs.pop("tokenizer.json", None)  # the largest of them, and not needed again
-        vocabulary = None
-        if data is not None:
-            vocabulary = read_vocabulary(data, self.small["tokenizer.json"], self.findings)
+        source = self.small.get("tokenizer.json")
+        vocabulary = load_vocabulary(source, memo, self.findings) if source is not None else None
         template = find_template(self.small, self.configs, self.findings)
         if vocabulary is not None:
             special.check_special(self.configs, vocabulary, self.findings)
             if template is not None:
-                check_template(template, self.configs, vocabulary, self.findings)
+                check_template(template, self.configs, vocabulary, memo, self.findings)
         return vocabulary, template
 
     def read_weights(

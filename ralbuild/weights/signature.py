@@ -17,13 +17,15 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.contract.manifest import root_sha256
-from ralbuild.signing import PublicKey, pae, verify
 from ralbuild.weights.files import Folder, read_small
 from ralbuild.weights.findings import Findings
+
+if TYPE_CHECKING:
+    from ralbuild.signing import PublicKey
 
 NAME = "model.sig"
 STATEMENT, PREDICATE = "https://in-toto.io/Statement/v1", "https://model_signing/signature/v1.0"
@@ -59,6 +61,8 @@ def check_signature(folder: Folder, key: PublicKey | None, findings: Findings) -
     data = read_small(path, NAME, findings)
     if data is None:
         return None
+    from ralbuild.signing import pae, verify
+
     try:
         payload, signature = _open_bundle(data)
         if not verify(key, pae(PAYLOAD, payload), signature):

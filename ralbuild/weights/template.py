@@ -11,6 +11,7 @@ from typing import Any
 from ralbuild.contract.codec import sha256_hex
 from ralbuild.weights import child
 from ralbuild.weights.findings import Findings
+from ralbuild.weights.memo import Memo, remember
 from ralbuild.weights.special import TOKENIZER, token_texts
 from ralbuild.weights.tokenizer import Vocabulary
 
@@ -78,11 +79,12 @@ def check_template(
     template: Template,
     configs: Mapping[str, Mapping[str, Any]],
     vocabulary: Vocabulary,
+    memo: Memo | None,
     findings: Findings,
 ) -> None:
-    """Render the template and judge what it writes."""
+    """Render the template, or take what it wrote before, and judge that."""
     tokens = {name: text for name, (text, _) in token_texts(configs).items()}
-    answers = _render(template, tokens, findings)
+    answers = _render(template, tokens, memo, findings)
     if answers is None or not _all_well(answers, template, findings):
         return
     texts = {name: item["text"] for name, item in answers.items() if name != "used" and "text" in item}
@@ -101,17 +103,24 @@ def check_template(
     _check_markers(prompt, tokens, vocabulary, template, findings)
 
 
-def _render(template: Template, tokens: dict[str, str], findings: Findings) -> dict[str, Any] | None:
+def _render(
+    template: Template, tokens: dict[str, str], memo: Memo | None, findings: Findings
+) -> dict[str, Any] | None:
     """Run the worker; None when it failed, which is a finding."""
     if len(template.source) > MAX_SOURCE:
         findings.add("W605", f"has {len(template.source)} characters", file=template.file, needed=MAX_SOURCE)
         return None
-    request = {
-        "source": template.source,
-        "tokens": tokens,
-        "conversations": _CONVERSATIONS,
-    }
-    answers = child.run_limited("template_worker.py", json.dumps(request).encode(), CPU_SECONDS, MEMORY_BYTES)
+    asked = {"source": template.source, "tokens": tokens, "conversations": _CONVERSATIONS}
+    request = json.dumps(asked).encode()
+    answers: dict[str, Any] | None = remember(
+        memo,
+        request,
+        "rendered chat template",
+        lambda: child.run_limited("template_worker.py", request, CPU_SECONDS, MEMORY_BYTES),
+        # A limit may have been this machine's bad day: that is tried again.
+        lambda found: {"answers.json": json.dumps(found).encode()} if found is not None else {},
+        lambda outputs: dict(json.loads(outputs["answers.json"])),
+    )
     if answers is None:
         findings.add("W605", f"rendering took more than {CPU_SECONDS} s or 512 MB", file=template.file)
         return None

@@ -10,13 +10,16 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ralbuild.contract.codec import canonical_json, sha256_hex
+from ralbuild.contract.vocab import read_vocab, write_vocab
 from ralbuild.weights import child
+from ralbuild.weights.files import read_json
 from ralbuild.weights.findings import Findings
+from ralbuild.weights.memo import Memo, remember
 
 NAME = "tokenizer.json"
 PROBE = "Hello, world! 12 + 7 = 19.  Risk\tand\nreward: naïve café, 风险, リスク, 위험, 🙂👩‍🚀"
@@ -52,6 +55,48 @@ class Vocabulary:
     fingerprint: str = ""
     adds: tuple[int, ...] = field(default=())
     strips: bool = False
+
+
+def load_vocabulary(source: bytes, memo: Memo | None, findings: Findings) -> Vocabulary | None:
+    """Return what `read_vocabulary` makes of a ``tokenizer.json``.
+
+    Args:
+        source: the file.
+        memo: remembers vocabularies of files without errors; None reads each time.
+        findings: where to record.
+    """
+
+    def make() -> tuple[Vocabulary | None, Findings]:
+        found = Findings()  # what a run ignores is its own business, and not remembered
+        data = read_json(source, NAME, found)
+        return read_vocabulary(data, source, found) if data is not None else None, found
+
+    vocabulary, found = remember(memo, source, "tokenizer.json", make, _pack, _unpack)
+    findings.take(found)
+    return vocabulary
+
+
+def _pack(result: tuple[Vocabulary | None, Findings]) -> dict[str, bytes]:
+    vocabulary, found = result
+    if vocabulary is None or found.failed or not found.whole:
+        return {}  # what is wrong is looked for again
+    names = {
+        "ids": vocabulary.ids,
+        "fingerprint": vocabulary.fingerprint,
+        "adds": vocabulary.adds,
+        "findings": [item.words() for item in found.sorted()],
+    }
+    tokens = write_vocab(vocabulary.tokens, strips=vocabulary.strips)
+    return {"vocab": tokens, "names.json": json.dumps(names).encode()}
+
+
+def _unpack(outputs: Mapping[str, bytes]) -> tuple[Vocabulary | None, Findings]:
+    table, names = read_vocab(outputs["vocab"], NAME), json.loads(outputs["names.json"])
+    found = Findings()
+    for words in names["findings"]:
+        found.add(**words)
+    tokens = tuple(table[number] for number in range(len(table)))
+    return Vocabulary(tokens, names["ids"], names["fingerprint"], tuple(names["adds"]), table.strips), found
 
 
 def read_vocabulary(data: dict[str, Any], source: bytes, findings: Findings) -> Vocabulary | None:

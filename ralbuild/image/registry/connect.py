@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ralbuild.image.registry.client import Repository
-from ralbuild.image.registry.messages import Limits
-from ralbuild.image.registry.profiles import find_login, find_profile
 from ralbuild.image.registry.reference import Reference
-from ralbuild.image.registry.retry import Retry
-from ralbuild.image.registry.session import Registry
-from ralbuild.image.registry.transport import Transport
+
+if TYPE_CHECKING:
+    from ralbuild.image.registry.client import Repository
+    from ralbuild.image.registry.messages import Limits
+    from ralbuild.image.registry.retry import Retry
+    from ralbuild.image.registry.session import Registry
+    from ralbuild.image.registry.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +40,27 @@ class RegistryOptions:
 
 
 class Registries:
-    """Opens repositories; made by `open_registries`."""
+    """Opens repositories; made by `open_registries`. HTTP and TLS are imported with the first one."""
 
     def __init__(self, options: RegistryOptions, retry: Retry | None, limits: Limits | None) -> None:
         self.options = options
-        self.transport = Transport(insecure=options.insecure, ca_file=options.ca_file, limits=limits)
+        self._limits = limits
         self._retry = retry
         self._lock = threading.Lock()
         self._sessions: dict[str, Registry] = {}
+
+    @functools.cached_property
+    def transport(self) -> Transport:
+        """The connections of the run."""
+        from ralbuild.image.registry.transport import Transport
+
+        options = self.options
+        return Transport(insecure=options.insecure, ca_file=options.ca_file, limits=self._limits)
+
+    def close(self) -> None:
+        """End every connection."""
+        if "transport" in vars(self):
+            self.transport.close()
 
     def repository(self, reference: Reference) -> Repository:
         """Return the repository of ``reference``; nothing is sent yet.
@@ -52,6 +68,10 @@ class Registries:
         Raises:
             UsageError: when its profile is unknown.
         """
+        from ralbuild.image.registry.client import Repository
+        from ralbuild.image.registry.profiles import find_login, find_profile
+        from ralbuild.image.registry.session import Registry
+
         with self._lock:
             session = self._sessions.get(reference.host)
             if session is None:
@@ -71,4 +91,4 @@ def open_registries(
     try:
         yield registries
     finally:
-        registries.transport.close()
+        registries.close()

@@ -90,7 +90,7 @@ def check_limits(image: Image, profile: Profile) -> None:
             f"the image has {len(image.layers)} layers, {profile.name} takes at most {profile.max_layers}",
             hint="--reshard SIZE makes fewer and larger weight files",
         )
-    check_sizes(((layer.descriptor.name, layer.digest.size) for layer in image.layers), profile)
+    check_sizes(((layer.descriptor.name, layer.digest.size) for layer in image.unique_layers), profile)
 
 
 def check_sizes(layers: Iterable[tuple[str, int]], profile: Profile) -> None:

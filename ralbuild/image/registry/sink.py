@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from ralbuild.errors import UsageError
+from ralbuild.image.artifacts import Artifact
 from ralbuild.image.assemble import Image, Layer
 from ralbuild.image.layers import Progress
 from ralbuild.image.oci import BASE_NAME
@@ -53,18 +54,22 @@ class RegistrySink:
         wait(self._sending.values(), return_when=FIRST_EXCEPTION)
         self._raise_failed()
         sent = {name: future.result() for name, future in self._sending.items()}
+        self._put_artifacts(self._image.companions)  # before the image that needs them
         self._uploader.put_bytes(self._image.config)
         reference = self._target.tag or self._image.digest
         if self._repository.manifest_digest(reference) != self._image.digest:
             self._repository.put_manifest(self._image.manifest, reference)
-        for artifact in self._image.artifacts:
-            for data in artifact.blobs:
-                self._uploader.put_bytes(data)
-            self._repository.put_manifest(artifact.manifest, artifact.tag)
+        self._put_artifacts(item for item in self._image.artifacts if not item.suffix)
         name = replace(self._target, digest=self._image.digest)
         return SinkResult(
             sum(sent.values()), frozenset(key for key, size in sent.items() if not size), str(name)
         )
+
+    def _put_artifacts(self, artifacts: Iterable[Artifact]) -> None:
+        for artifact in artifacts:
+            for data in artifact.blobs:
+                self._uploader.put_bytes(data)
+            self._repository.put_manifest(artifact.manifest, artifact.name(self._target.tag))
 
     def stop(self) -> None:
         """Wait until no thread works any more."""
@@ -104,7 +109,7 @@ def open_registry(
     try:
         yield sink
     except BaseException:
-        registries.transport.close()
+        registries.close()
         raise
     finally:
         sink.stop()

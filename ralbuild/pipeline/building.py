@@ -1,0 +1,158 @@
+"""`build_image`: the stages in order, readable from top to bottom."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ralbuild.checking import LAYER_MTIME
+from ralbuild.errors import UsageError
+from ralbuild.image.assemble import Image, assemble_image
+from ralbuild.image.base import ensure_base
+from ralbuild.image.bases import LayoutBase, open_base
+from ralbuild.image.modelpack import modelpack
+from ralbuild.image.outputs import Output, RegistryOutput, check_takes_companions
+from ralbuild.image.plan import ImagePlan
+from ralbuild.image.planning import ImageParts, plan_image
+from ralbuild.image.registry.connect import Registries, open_registries
+from ralbuild.image.registry.profiles import check_limits, check_sizes
+from ralbuild.image.write import WrittenImage
+from ralbuild.pipeline.checks import refuse_target
+from ralbuild.pipeline.compiling import Compiled, compile_model
+from ralbuild.pipeline.proving import prove_kernels
+from ralbuild.pipeline.request import BuildRequest
+from ralbuild.pipeline.writing import write_outputs
+from ralbuild.report import Report, format_bytes
+from ralbuild.supply.sbom import spdx_name
+from ralbuild.supply.secrets import refuse_secrets
+from ralbuild.weights.card import read_license
+
+
+def build_image(
+    request: BuildRequest, outputs: tuple[Output, ...], tag: str, report: Report
+) -> tuple[Compiled, Image, WrittenImage]:
+    """Verify, fold, compile, plan and write an image."""
+    refuse_target(request.target)
+    request.attest.check_outputs(outputs)
+    if request.volume or request.modelpack:
+        check_takes_companions(outputs)
+    with open_registries(request.registry) as registries:
+        _check_caps(request, outputs, registries)
+        compiled = compile_model(request, report)
+        proof = prove_kernels(request, compiled, report)
+        plan, image = assemble(request, compiled, report, registries, proof)
+        image = _attest(image, tag, plan, request, report)
+        written = write_outputs(image, outputs, tag, report, registries)
+    return compiled, image, written
+
+
+def plan_only(
+    request: BuildRequest, outputs: tuple[Output, ...], report: Report
+) -> tuple[Compiled, ImagePlan, Image]:
+    """Do everything but write the image: for ``--dry-run`` and ``--check-repro``."""
+    refuse_target(request.target)
+    with open_registries(request.registry) as registries:
+        _check_caps(request, outputs, registries)
+        compiled = compile_model(request, report)
+        proof = prove_kernels(request, compiled, report)
+        plan, image = assemble(request, compiled, report, registries, proof)
+        for output in outputs:
+            if isinstance(output, RegistryOutput):
+                check_limits(image, registries.repository(output.reference).registry.profile)
+    return compiled, plan, image
+
+
+def render_context(request: BuildRequest, out: Path, report: Report) -> Path:
+    """Write a folder that ``docker build`` takes: Dockerfile, entrypoint, launcher, bundle, model.
+
+    Weights are hard links, never copies. The folder appears when it is complete.
+
+    Raises:
+        UsageError: when ``out`` exists.
+        HostError: when it cannot be written, or lies on another file system than the weights.
+    """
+    if os.path.lexists(out):
+        raise UsageError("is already there", place=str(out), hint="name a new folder")
+    compiled = compile_model(request, report)
+    with open_registries(request.registry) as registries:
+        plan, _ = assemble(request, compiled, report, registries)
+    from ralbuild.image.context import write_context
+
+    with report.stage("render") as stage:
+        count = write_context(plan, out)
+        stage.summary = f"{count} files"
+    return out
+
+
+def _check_caps(request: BuildRequest, outputs: tuple[Output, ...], registries: Registries) -> None:
+    """Refuse a weight file that a registry would refuse, before it is read; `check_limits` sees the rest."""
+    for output in outputs:
+        if isinstance(output, RegistryOutput):
+            profile = registries.repository(output.reference).registry.profile
+            if not request.reshard:
+                files = (path for path in sorted(request.model.glob("*.safetensors")) if path.is_file())
+                check_sizes(((path.name, path.stat().st_size) for path in files), profile)
+
+
+def assemble(
+    request: BuildRequest, compiled: Compiled, report: Report, registries: Registries, proof: str = ""
+) -> tuple[ImagePlan, Image]:
+    """Put the compiled parts on a base and compute every digest; nothing is written.
+
+    Args:
+        proof: what was simulated, for the image's labels; empty for nothing.
+    """
+    config = (compiled.loaded.path.name, compiled.loaded.source)
+    refuse_secrets((config, *compiled.model.files), request.ignored_secrets)
+    with report.stage("base") as stage:
+        source = request.base or LayoutBase(ensure_base(request.target, report))
+        base = open_base(source, registries)
+        size = sum(layer.size for layer in base.layers)
+        stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
+    parts = ImageParts(
+        model=compiled.model,
+        bundle=compiled.bundle,
+        bundle_json=compiled.bundle_json,
+        bundle_sha256=compiled.bundle_sha256,
+        objects=compiled.objects,
+        config_source=compiled.loaded.source,
+        created=source_date(),
+        mtime=LAYER_MTIME,
+        license=spdx_name(read_license(request.model)),
+        simulated=proof,
+    )
+    below = open_base(request.weights_base, registries) if request.weights_base is not None else None
+    plan = plan_image(base, parts, volume=request.volume, weights_base=below)
+    image = assemble_image(plan)
+    if request.modelpack:
+        pack = modelpack(image, compiled.model.manifest, compiled.bundle.model, parts.license)
+        image = replace(image, artifacts=(*image.artifacts, pack))
+    return plan, image
+
+
+def _attest(image: Image, tag: str, plan: ImagePlan, request: BuildRequest, report: Report) -> Image:
+    """Return the image with the artifacts that were asked for beside it."""
+    if not request.attest:
+        return image
+    from ralbuild.supply.attest import attest_image, files_to_be
+
+    with report.stage("attest") as stage:
+        place = plan.base.name if plan.base is not None else ""
+        image = attest_image(image, files_to_be(plan), request.attest, place or "--base")
+        stage.summary = str(request.attest)
+    if not tag:
+        report.note("skopeo and podman need a name to tell the image from what lies beside it: --tag")
+    return image
+
+
+def source_date() -> int:
+    """Return ``SOURCE_DATE_EPOCH``, or 0: the image's date never comes from the clock.
+
+    Raises:
+        UsageError: when the variable is not a number.
+    """
+    text = os.environ.get("SOURCE_DATE_EPOCH", "") or "0"
+    if not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > 0xFFFFFFFF:
+        raise UsageError(f"needs seconds since 1970, found {text[:40]!r}", place="SOURCE_DATE_EPOCH")
+    return int(text)
