@@ -1,7 +1,7 @@
 """What rules mean, written a second time with `re` and `regex` over the whole text: the fold tests' oracle.
 
-It shares nothing with the automata: no states, no hold-back, no classes. The four layers follow each
-other: markers cut the text, then kinds, then redactions, then markup.
+It shares nothing with the automata: no states, no hold-back, no classes. The three layers follow each
+other: markers cut the text, then redactions (kinds, texts and patterns in one order), then markup.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 import regex
 
 from ralbuild.fold.kinds import FORMS
-from ralbuild.fold.rules import REDACTION, ProfileRules, TextRule
+from ralbuild.fold.rules import REDACTION, KindRule, ProfileRules, TextRule
 
 WORD = regex.compile(r"[\p{L}\p{M}\p{N}_]")
 NO_SPACES = regex.compile(
@@ -141,55 +141,53 @@ def mod_97(text: str) -> bool:
 CHECKED = {"card": luhn, "iban": mod_97}
 
 
-def kind_matches(kinds, data: bytes):
-    """Yield (begin, end, rule) of the named kinds, leftmost, longest, the first rule on a tie."""
-    text = data.decode("utf-8", "surrogateescape")
-    places = [first for first, _ in characters(data)] + [len(data)]
-    index = 0
-    while index < len(text):
+def kind_ends(rule: KindRule, data: bytes, at: int) -> list[int]:
+    """Return where a named kind that begins at ``at`` can end: the longest place that its check allows."""
+    text = data[at : at + 1024].decode("utf-8", "surrogateescape")
+    flags = re.IGNORECASE if rule.kind == "iban" else 0
+    form = re.compile(FORMS[rule.kind](), flags | re.ASCII)
+    for count in range(min(len(text), 512), 0, -1):
+        if form.fullmatch(text, 0, count):
+            end = at + len(text[:count].encode("utf-8", "surrogateescape"))
+            if at_boundaries(True, data, at, end) and CHECKED.get(rule.kind, lambda _: True)(text[:count]):
+                return [end]
+    return []
+
+
+def redaction_matches(rules, regexes, data: bytes):
+    """Yield (begin, end, rule) of kinds, texts and patterns: leftmost, longest, the first rule on a tie."""
+    places, at = {first for first, _ in characters(data)}, 0
+    while rules and at < len(data):
         best = None
-        for rule in kinds:
-            flags = re.IGNORECASE if rule.kind == "iban" else 0
-            form = re.compile(FORMS[rule.kind](), flags | re.ASCII)
-            for end in range(min(len(text), index + 512), index, -1):
-                if best and end <= best[0]:
-                    break
-                if not form.fullmatch(text, index, end):
-                    continue
-                if not at_boundaries(True, data, places[index], places[end]):
-                    continue
-                if CHECKED.get(rule.kind, lambda _: True)(text[index:end]):
+        for rule in rules if at in places else ():
+            is_kind = isinstance(rule, KindRule)
+            found = kind_ends(rule, data, at) if is_kind else ends(rule, regexes, data, at, len(data))
+            for end in found:
+                if best is None or (end, -rule.id) > (best[0], -best[1].id):
                     best = (end, rule)
-                    break
         if best is None:
-            index += 1
+            at += 1
             continue
-        yield places[index], places[best[0]], best[1]
-        index = best[0]
+        yield at, best[0], best[1]
+        at = best[0]
 
 
 def rewrite_part(texts, kinds, data: bytes, regexes) -> tuple[bytes, list[int]]:
     """Apply kinds and text rules to a text between markers."""
-    redactions = [rule for rule in texts if rule.level == REDACTION]
+    redactions = [*kinds, *(rule for rule in texts if rule.level == REDACTION)]
     markup = [rule for rule in texts if rule.level != REDACTION]
     out, events, at = b"", [], 0
-    secrets = list(kind_matches(kinds, data)) if kinds else []
-    for first, last, kind in [*secrets, (len(data), len(data), None)]:
-        fixed = list(matches(redactions, regexes, data, at, first))
-        for begin, end, rule in [*fixed, (first, first, None)]:
-            for left, right, mark in matches(markup, regexes, data, at, begin):
-                out += data[at:left] + write(mark, data[left:right])
-                events.append(mark.id)
-                at = right
-            out += data[at:begin]
-            at = end
-            if rule is not None:
-                out += write(rule, data[begin:end])
-                events.append(rule.id)
-        at = last
-        if kind is not None:
-            out += kind.replacement
-            events.append(kind.id)
+    secrets = list(redaction_matches(redactions, regexes, data))
+    for begin, end, rule in [*secrets, (len(data), len(data), None)]:
+        for left, right, mark in matches(markup, regexes, data, at, begin):
+            out += data[at:left] + write(mark, data[left:right])
+            events.append(mark.id)
+            at = right
+        out += data[at:begin]
+        at = end
+        if rule is not None:
+            out += rule.replacement
+            events.append(rule.id)
     return out, events
 
 

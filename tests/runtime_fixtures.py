@@ -214,13 +214,13 @@ def make_transducer(profiles: Sequence[Rules], rules: list[Rule]) -> bytes:
     return write_transducer(
         cls=[*range(256), *range(256)],
         trans=[entry for row in machine.rows for entry in row],
-        final=machine.final,
+        final=[(program, program) for program in machine.final],
         programs=machine.programs,
         strings=machine.strings,
         starts=range(len(profiles)),
         front=Front(
             modes=[
-                (marks.get(number, none), none, start, ends[number])
+                (marks.get(number, none), none, start, ends[number], 0)
                 for number, start in enumerate(machine.starts)
             ],
             mark_class=range(256) if stops else (0,) * 256,

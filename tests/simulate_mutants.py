@@ -187,11 +187,11 @@ def table_of(
     data = write_transducer(
         cls=[symbol % classes for symbol in range(512)],
         trans=[entry for row in rows for entry in row],
-        final=final,
+        final=[(program, program) for program in final],
         programs=programs,
         strings=strings,
         starts=list(range(profiles)),
-        front=Front(modes=[(none, none, state, none) for state in range(profiles)]),
+        front=Front(modes=[(none, none, state, none, 0) for state in range(profiles)]),
         words=(bytes(4352), bytes(32)),
         max_held=held,
         rules=rules,
@@ -286,7 +286,7 @@ def folded_work(bans: BanTable) -> tuple[Tables, list[Case]]:
 
 
 def random_front_work(bans: BanTable, seed: int) -> tuple[Tables, list[Case]]:
-    """Markers and kinds that no rule would give."""
+    """Markers and redactions that no rule would give."""
     rng = random.Random(seed)
     words = [rng.randbytes(rng.randint(0, 11)) for _ in range(60)]
     vocab = read_vocab(write_vocab([*words, b""]), "front")

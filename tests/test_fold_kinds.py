@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from rule_reference import rewrite
 
+from ralbuild.config.regex import parse_regex
 from ralbuild.contract.transducer import Transducer, read_transducer
 from ralbuild.fold.kinds import FORMS
-from ralbuild.fold.rules import KindRule, ProfileRules, TextRule
+from ralbuild.fold.rules import MARKUP, REDACTION, KindRule, ProfileRules, SpanRule, TextRule
 from ralbuild.fold.transducer import TransducerBuilder
 
 
@@ -94,33 +95,94 @@ def test_what_cannot_become_a_kind_is_not_held() -> None:
         assert slot.feed(part) == part
 
 
-def test_kinds_beat_texts_that_overlap_them_and_markup_stays_outside() -> None:
-    rules = (
-        TextRule(0, 0, b"my card 4111", True, False, replacement=b"[t]"),
-        TextRule(1, 1, b"pay 41", True, False, before=b"<b>", after=b"</b>"),
-    )
-    data, _ = TransducerBuilder((ProfileRules(rules, kinds=(KindRule(2, "card", b"#"),)),)).build(3)
-    machine = Transducer(read_transducer(data, "test"))
-    assert machine.rewrite(0, b"my card 4111111111111111, pay 4111111111111111") == (
-        b"my card #, pay #",
-        [2, 2],
-    )
-    assert machine.rewrite(0, b"my card 4111, pay 41") == (b"[t], <b>pay 41</b>", [0, 1])
+def redaction_machine(profile: ProfileRules) -> Transducer:
+    count = 1 + max(rule.id for rule in (*profile.texts, *profile.kinds, *profile.spans))
+    return Transducer(read_transducer(TransducerBuilder((profile,)).build(count)[0], "test"))
 
 
-def test_where_a_kind_cuts_a_redacted_text_only_the_texts_own_rest_leaves_at_any_two_splits() -> None:
-    rules = (TextRule(0, 0, b"my card 4111", True, False, replacement=b"[t]"),)
-    profile = ProfileRules(rules, kinds=(KindRule(1, "card", b"#"),))
-    machine = Transducer(read_transducer(TransducerBuilder((profile,)).build(2)[0], "test"))
-    text = b"my card 4111, my card 4111111111111111, my card 4111111111111112."
-    expected = b"[t], my card #, [t]111111111112."
-    assert rewrite(profile, text)[0] == expected
-    for first, second in itertools.combinations(range(len(text) + 1), 2):
+def redact(
+    number: int, text: str, replacement: str, *, whole_word: bool = False, scope: str = "all"
+) -> TextRule:
+    pattern = parse_regex(text[1:-1]) if text.startswith("/") else text.encode()
+    return TextRule(
+        number, REDACTION, pattern, True, whole_word, replacement=replacement.encode(), scope=scope
+    )
+
+
+MY_CARD = ProfileRules((redact(0, "my card 4111", "[t]"),), kinds=(KindRule(2, "card", b"#"),))
+OVERLAPS = [
+    # a text that begins before a kind and reaches into it, and the kind alone
+    (MY_CARD, {}, "my card 4111, my card 4111111111111111, 4111111111111111.", "[t], [t]111111111111, #."),
+    # a kind that begins before a text and reaches into it, and the text alone
+    (
+        ProfileRules((redact(0, "1111 is mine", "[t]"),), kinds=(KindRule(2, "card", b"#"),)),
+        {},
+        "4111 1111 1111 1111 is mine, 1111 is mine.",
+        "# is mine, [t].",
+    ),
+    # a pattern that begins before a kind, one that is longer, and one that is shorter
+    (
+        ProfileRules((redact(0, "/id [0-9]{2,6}/", "[p]"),), kinds=(KindRule(2, "us_ssn", b"#"),)),
+        {0: "id [0-9]{2,6}"},
+        "id 078-05-1120, 078-05-1120 id 12",
+        "[p]-05-1120, # [p]",
+    ),
+    # one start: the longest wins, of one length the first in the file
+    (
+        ProfileRules(
+            (redact(1, "4111 1111 1111 1111 now", "[t]"), redact(3, "4111", "[s]"), redact(4, "ada@example.org", "[m]")),
+            kinds=(KindRule(0, "card", b"#"), KindRule(2, "email", b"@")),
+        ),
+        {},
+        "4111 1111 1111 1111 now, 4111 1111 1111 1111, 4111 x ada@example.org",
+        "[t], #, [s] x @",
+    ),
+    # inside a span, where another rule holds than outside
+    (
+        ProfileRules(
+            (redact(0, "my card 4111", "[t]", scope="s"), redact(1, "card 4111", "[o]", scope="outside")),
+            kinds=(KindRule(2, "card", b"#"),),
+            spans=(SpanRule(3, "s", b"<s>", b"</s>", "keep"),),
+        ),
+        {},
+        "my card 4111111111111111 <s>my card 4111111111111111</s> 4111111111111111",
+        "my [o]111111111111 <s>[t]111111111111</s> #",
+    ),
+    # a match is found at any place in a word, and boundaries are the text's own, also behind a redaction
+    (
+        ProfileRules(
+            (
+                redact(0, "secret", "[s]"), redact(1, "plan", "[p]", whole_word=True),
+                TextRule(2, MARKUP, b"b", True, True, before=b"<b>", after=b"</b>"),
+            )
+        ),
+        {},
+        "bsecretb b secret b secretplan secret plan planb",
+        "b[s]b <b>b</b> [s] <b>b</b> [s]plan [s] [p] planb",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("profile", "regexes", "text", "expected"), OVERLAPS)
+def test_of_redactions_that_overlap_the_leftmost_longest_wins_and_none_of_it_leaves_at_any_two_splits(
+    profile: ProfileRules, regexes: dict[int, str], text: str, expected: str
+) -> None:
+    machine, data = redaction_machine(profile), text.encode()
+    assert rewrite(profile, data, regexes)[0].decode() == expected
+    assert machine.rewrite(0, data)[0].decode() == expected
+    for first, second in itertools.combinations(range(len(data) + 1), 2):
         slot, out = machine.start(0), b""
-        for part in (text[:first], text[first:second], text[second:]):
+        for part in (data[:first], data[first:second], data[second:]):
             out += slot.feed(part)
-            assert expected.startswith(out)
-        assert out + slot.finish() == expected
+            assert expected.encode().startswith(out), "what was sent is part of the whole text's output"
+        assert out + slot.finish() == expected.encode()
+
+
+def test_markup_stays_outside_of_what_a_kind_matches() -> None:
+    rules = (*MY_CARD.texts, TextRule(1, MARKUP, b"pay 41", True, False, before=b"<b>", after=b"</b>"))
+    machine = redaction_machine(ProfileRules(rules, kinds=MY_CARD.kinds))
+    assert machine.rewrite(0, b"pay 4111111111111111") == (b"pay #", [2])
+    assert machine.rewrite(0, b"my card 4111, pay 41") == (b"[t], <b>pay 41</b>", [0, 1])
 
 
 def test_the_table_is_the_same_bytes_whatever_the_hash_seed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from ralbuild.config.regex import parse_regex
 from ralbuild.contract.codec import FormatError
 from ralbuild.contract.transducer import Transducer, TransducerTable, read_transducer
 from ralbuild.errors import CompileError
-from ralbuild.fold import transducer as module
+from ralbuild.fold import budget
 from ralbuild.fold.rules import HTML_ENTITIES, MARKUP, REDACTION, ProfileRules, TextRule
 from ralbuild.fold.transducer import TransducerBuilder
 
@@ -203,9 +204,18 @@ def decision(profile: ProfileRules, text: bytes, at: int) -> tuple[int, int, int
 
 
 def test_nothing_is_held_a_byte_longer_than_it_can_still_match() -> None:
-    profile = ProfileRules((bold(0, "ab"), bold(1, "ab cab"), redact(2, "bb"), redact(3, "ac")))
+    marked = (bold(0, "ab"), bold(1, "ab cab"), bold(4, "bb", whole_word=False))
+    hidden = (redact(2, "bb"), redact(3, "ac"), redact(5, "acb b"))
+    for rules in (marked, hidden):
+        assert held_too_long(ProfileRules(rules)) == []
+    # Markup also waits while a redaction is open behind it, and for nothing else.
+    assert b"aa" in held_too_long(ProfileRules(marked + hidden))
+
+
+def held_too_long(profile: ProfileRules) -> list[bytes]:
+    """Return the texts at whose end a byte is held that every continuation decides alike."""
     machine, _ = build(profile)
-    alphabet, checked = b"abc ", 0
+    alphabet, checked, found = b"abc ", 0, []
     tails = [bytes(tail) for length in range(4) for tail in itertools.product(alphabet, repeat=length)]
     for text in (bytes(t) for length in range(1, 5) for t in itertools.product(alphabet, repeat=length)):
         slot = machine.start(0)
@@ -214,8 +224,12 @@ def test_nothing_is_held_a_byte_longer_than_it_can_still_match() -> None:
             checked += 1
             first = len(text) - len(slot.pending)
             decisions = {decision(profile, text + tail, first) for tail in tails}
-            assert len(decisions) > 1, f"{text!r}: every continuation decides {bytes(slot.pending)!r} alike"
+            if len(decisions) == 1:
+                found.append(text)
+                slot.registers(len(text))
+                assert slot.start < len(text), "no redaction is open"
     assert checked > 60
+    return found
 
 
 def test_the_table_is_the_same_bytes_in_every_process_and_rule_order_only_matters_for_ties() -> None:
@@ -224,13 +238,28 @@ def test_the_table_is_the_same_bytes_in_every_process_and_rule_order_only_matter
     assert len({hashlib.sha256(item).hexdigest() for item in data}) == 1
 
 
+@pytest.mark.parametrize("make", [bold, redact])
 def test_a_table_over_budget_is_an_error_that_names_the_longest_rules(
-    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[int, str], TextRule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "TABLE_BUDGET", 1000)
+    monkeypatch.setattr(budget, "TABLE_BUDGET", 1000)
     with pytest.raises(CompileError) as caught:
-        build(ProfileRules((bold(0, "a rather long term to match"), bold(1, "risk"))))
+        build(ProfileRules((make(0, "a rather long term to match"), make(1, "risk"))))
     assert "a rather long term" in caught.value.problems[0].hint
+
+
+def test_actions_that_redact_the_same_share_the_automaton() -> None:
+    words = ["secret", "insider information", "plan"]
+    one = ProfileRules(tuple(redact(n, word) for n, word in enumerate(words)))
+    other = ProfileRules(tuple(redact(n + 3, word, "[y]") for n, word in enumerate(words)))
+    turned = ProfileRules(tuple(redact(n + 6, word, "[z]") for n, word in enumerate(reversed(words))))
+    alone, both = build(one)[1], build(one, other)[1]
+    assert alone.redact_next.tobytes() == both.redact_next.tobytes()
+    machine, _ = build(one, other, turned)
+    texts = [machine.rewrite(profile, b"the plan is secret") for profile in range(3)]
+    assert texts == [
+        (b"the [x] is [x]", [2, 0]), (b"the [y] is [y]", [5, 3]), (b"the [z] is [z]", [6, 8]),
+    ]  # fmt: skip
 
 
 @given(st.binary(max_size=64), st.integers(0, 4000), st.integers(0, 255))

@@ -28,6 +28,7 @@ from ralbuild.contract.transducer import (
     read_transducer,
     write_transducer,
 )
+from ralbuild.contract.transducer_table import DEAD, DONE
 from ralbuild.contract.vocab import read_vocab, write_vocab
 from ralbuild.fold.bans import Limits, build_bans
 from ralbuild.fold.folding import fold
@@ -48,16 +49,17 @@ def kernels() -> Iterator[Interpreter]:
 class RandomMachine:
     """A legal table: each state holds a fixed number of bytes, each program consumes the difference.
 
-    Profile 0 has no stages before the rules; profile 1 has markers and kinds, profile 2 kinds only.
+    Profile 0 has no stages before the rules; profile 1 has markers and redactions, profile 2 redactions only.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.strings = [b"", b"<b>", b"</b>", self.rng.bytes(45), b"&amp;"]
         self.programs: list[list[tuple[int, int]]] = [[(COPY, 1)]]
-        held = [0] * PROFILES + [int(n) for n in self.rng.integers(0, HELD + 1, STATES - PROFILES)]
+        first = PROFILES + 1  # the last profile's state behind a redaction that ends in a word, too
+        held = [0] * first + [int(n) for n in self.rng.integers(0, HELD + 1, STATES - first)]
         rows = [[self.entry(held, state) for _ in range(CLASSES)] for state in range(STATES)]
-        final = [self.program(held[state]) for state in range(STATES)]
+        final = [(self.program(held[state]), self.program(held[state])) for state in range(STATES)]
         tails = [self.program(0) for _ in range(PROFILES)]
         numbers = iter(self.rng.integers(0, 2**31, 4000).tolist())
         bits = bytes(next(numbers) & 255 for _ in range(4 * 32))
@@ -76,37 +78,36 @@ class RandomMachine:
         self.table = read_transducer(data, "test")
 
     def front(self, tails: list[int], numbers: Iterator[int]) -> Front:
-        """Markers of two classes, a kind that begins with class 1 and goes on for up to three bytes."""
+        """Markers of two classes, redactions that begin with class 1 and go on for up to three bytes."""
         none = (1 << 32) - 1
-        dead = 0xFFFF
         # Markers: state 1 holds a byte of class 1; the same byte again completes one.
         actions = [(1, -1), (0, -1), (0, 0), (2, -1), (0, 1)]
         mark_next = [0, 1 | 1 << 16, 0, 0 | 3 << 16, 0 | 2 << 16, 0 | 4 << 16]
         # Class 3 is the inside of a character: there no candidate begins, ends or may be cut.
-        kind_next = [
+        redact_next = [
             0, 2, 1, 0,
-            0, 1, 1, 1,
-            3 | 1 << 16, 3, dead | 1 << 16, 2,
-            dead | 2 << 16, 4 | 3 << 16, dead, 3,
-            dead | 1 << 16, dead, dead | 3 << 16, 4,
+            0, 1, 2 if next(numbers) % 2 else 1, 1,
+            3 | 1 << 18, 3, DEAD | 1 << 18, 2,
+            DEAD | 2 << 18, 4 | 3 << 18, DONE | next(numbers) % 4 << 18, 3,
+            DEAD | 1 << 18, DONE | 2 << 18, DEAD | 3 << 18, 4,
         ]  # fmt: skip
         inside = range(0x80, 0xC0)
         return Front(
             modes=[
-                (none, none, 0, tails[0]),
-                (0, 0, 1, none),
-                (none, 0, 2, tails[2]),
-                (0, none, 0, tails[1]),
+                (none, none, 0, tails[0], 0),
+                (0, 0, 1, none, 0),
+                (none, 0, 2, tails[2], 3),
+                (0, none, 0, tails[1], 0),
             ],
             mark_class=[0 if next(numbers) % 4 else 1 + next(numbers) % 2 for _ in range(254)] + [1, 2],
             mark_next=mark_next,
             mark_actions=actions,
             markers=[(0, next(numbers) % 2, 3), (1, next(numbers) % 4, 1)],
-            kind_class=[3 if symbol % 256 in inside else next(numbers) % 3 for symbol in range(512)],
-            kind_next=kind_next,
-            kind_final=[0, 0, 1, 2, 3],
-            accepts=[(), (0,), (1, 0), (2, 1)],
-            kinds=[(2, 0, 1), (1, 1, 4), (3, 2, 2)],
+            redact_class=[3 if symbol % 256 in inside else next(numbers) % 3 for symbol in range(512)],
+            redact_next=redact_next,
+            redact_final=[0, 0, 1, 2, 3],
+            accepts=[(), (0,), (1 << 3 | 1 << 1 | 1, 0), (2 << 3 | 2 << 1, 1 << 3 | 1 << 1)],
+            redactions=[(2, 1), (1, 4), (3, 2), (1, 2), (3, 0), (0, 3)],
         )
 
     def entry(self, held: list[int], state: int) -> int:
@@ -138,7 +139,7 @@ def device_arrays(table: TransducerTable) -> dict[str, object]:
     tokens = read_vocab(write_vocab([b"x"]), "test")
     bans = read_bans(build_bans([Limits()]), "test")
     arrays = table_buffers(Tables(table, bans, tokens, EOS))
-    ours = ("fst_", "program", "string", "word", "mode", "mark", "kind", "accept")
+    ours = ("fst_", "program", "string", "word", "mode", "mark", "redact", "accept")
     return {name: value for name, value in arrays.items() if name.startswith(ours)}
 
 
@@ -271,11 +272,11 @@ def test_a_step_that_emits_too_much_counts_every_byte_and_writes_none_outside(ke
     data = write_transducer(
         cls=[0] * 512,
         trans=[1 << STATE_BITS],
-        final=[1],
+        final=[(1, 1)],
         programs=[[(COPY, 1)], [(EMIT, 0), (COPY, 1), (DROP, 0), (COPY, 0)]],
         strings=[text],
         starts=[0],
-        front=Front(modes=[(none, none, 0, none)]),
+        front=Front(modes=[(none, none, 0, none, 0)]),
         words=(bytes(4352), bytes(32)),
         max_held=0,
         rules=1,

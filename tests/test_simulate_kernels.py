@@ -180,7 +180,7 @@ def test_a_wrong_kernel_is_named_by_case_token_state_and_rule() -> None:
     """Slots take half of the output each should have: the second slot's text lands in the first one's row."""
     tables, rules = folded_tables("finance")
     cases = [text_case(tables, b"the risk. ", 0)] * 2
-    wrong = broken("transduce", ", %r62, 12;", ", %r62, 11;")
+    wrong = broken("transduce", ", %r52, 12;", ", %r52, 11;")
     result = compare_transduce(wrong, kernel("transduce"), tables, cases, Options(), 2)
     difference = result.difference
     assert difference is not None

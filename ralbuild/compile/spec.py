@@ -119,8 +119,8 @@ _FEEDBACK = (
 _TRANSDUCE = (
     "token tokenizer_size eos_ids eos_count token_offsets token_bytes fst_class fst_next fst_final "
     "fst_classes program_offsets program_ops string_offsets string_pool word_pages word_bits modes "
-    "mark_class mark_next mark_actions marker_rows mark_classes kind_class kind_next kind_final "
-    "accept_offsets accept_rows kind_rows kind_classes fst_state front ring read_pos "
+    "mark_class mark_next mark_actions marker_rows mark_classes redact_class redact_next redact_final "
+    "accept_offsets accept_rows redact_rows redact_classes fst_state front ring read_pos "
     "pending_pos output output_len rule_events"
 )
 

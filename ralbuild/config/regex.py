@@ -162,20 +162,22 @@ HUGE = 1 << 40
 """Stands for no bound in a repeat."""
 
 
-def width(node: Node) -> tuple[int, int]:
+def width(node: Node, *, ignore_case: bool = False) -> tuple[int, int]:
     """Return the least and the most bytes of UTF-8 that a match of ``node`` has."""
     if isinstance(node, Chars):
         sizes = [
-            len(chr(_encodable(end)).encode()) for pair in node.code_points(ignore_case=False) for end in pair
+            len(chr(_encodable(end)).encode())
+            for pair in node.code_points(ignore_case=ignore_case)
+            for end in pair
         ]
         return min(sizes), max(sizes)
     if isinstance(node, Sequence):
-        parts = [width(item) for item in node.items]
+        parts = [width(item, ignore_case=ignore_case) for item in node.items]
         return sum(low for low, _ in parts), min(HUGE, sum(high for _, high in parts))
     if isinstance(node, Choice):
-        parts = [width(item) for item in node.options]
+        parts = [width(item, ignore_case=ignore_case) for item in node.options]
         return min(low for low, _ in parts), max(high for _, high in parts)
-    low, high = width(node.item)
+    low, high = width(node.item, ignore_case=ignore_case)
     return low * node.least, min(HUGE, high * node.most)
 
 

@@ -1,8 +1,10 @@
-"""What tokens do to a text, remembered: most tokens meet a state that has seen them before.
+"""What tokens do to a text, remembered: most tokens meet a place that has seen them before.
 
-A `Step` is exact because a settled slot (`ralbuild.contract.transducer.Slot`) has read all that it
-holds: what a token does to it follows from the slot's numbers, the count of held bytes and the token's
-bytes, and the held bytes themselves only move. So a step says what is written as slices of "held + token".
+A `Step` is exact because a settled slot (`ralbuild.contract.slot.Slot`) is wholly described by its
+`Place`: of what it holds, the rules have read all but the last bytes (``tail``: a candidate of the
+redactions, an incomplete character), and these are part of the place. So what a token does follows from
+the place and the token's bytes, and what is held before the tail only moves. A step says what is written
+as slices of "held + token".
 """
 
 from __future__ import annotations
@@ -12,17 +14,44 @@ from typing import NamedTuple
 
 Part = slice | bytes
 """Something that is written: a slice of the bytes at hand, or a string of the table."""
-PlaceKey = tuple[int, int, int, int]
-"""Mode, kind state and rule state of a settled slot, and how many bytes it holds."""
 
 LIMIT = 1 << 16
 """Steps that one table remembers, for all its texts together: at most about 32 MiB."""
+PLACES = 1 << 15
+"""Places likewise: a tail can be any bytes, so there is no end of them."""
 LONGEST = 128
 """Bytes of a token that is remembered; whole texts come through the same door."""
+LONGEST_TAIL = 32
+"""Bytes of a tail that is remembered. Longer candidates are rare, and mostly numbers, all different."""
+
+
+class PlaceKey(NamedTuple):
+    """What a settled slot is like.
+
+    Attributes:
+        mode, redact, state: the mode, and the states of redactions and rules.
+        held: bytes that the rules have read and not decided.
+        tail: bytes behind them that they have not read.
+        best, best_size: the longest accept of the candidate and its length; -1 and 0 for none.
+    """
+
+    mode: int
+    redact: int
+    state: int
+    held: int
+    tail: bytes
+    best: int
+    best_size: int
 
 
 class Place(dict[bytes, "Step"]):
-    """What a settled slot can be like, and the steps of the tokens that were read there."""
+    """A place, and the steps of the tokens that were read there."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: PlaceKey) -> None:
+        super().__init__()
+        self.key = key
 
 
 class Step(NamedTuple):
@@ -30,7 +59,7 @@ class Step(NamedTuple):
 
     Attributes:
         first, more: what is written; nearly always one slice.
-        there: the place behind it; mode, kind, state: its numbers.
+        there: the place behind it.
         keep: how many of the last bytes stay undecided.
         events: ids of the rules that matched.
     """
@@ -38,17 +67,14 @@ class Step(NamedTuple):
     first: slice
     more: tuple[Part, ...]
     there: Place
-    mode: int
-    kind: int
-    state: int
     keep: int
     events: tuple[int, ...]
 
 
 class Memo:
-    """The places of a table by what they are; forgets all steps when there are too many.
+    """The places of a table by what they are; forgets everything when there is too much.
 
-    Places stay, for slots are in them: there are no more of them than the table has states and modes.
+    A slot may still be in a place that was forgotten: it goes on from there, to places that are known.
     """
 
     def __init__(self) -> None:
@@ -58,16 +84,24 @@ class Memo:
     def place(self, key: PlaceKey) -> Place:
         """Return the place that ``key`` describes."""
         found = self.places.get(key)
-        return self.places.setdefault(key, Place()) if found is None else found
+        if found is None:
+            if len(self.places) >= PLACES:
+                self._forget()
+            found = self.places.setdefault(key, Place(key))
+        return found
 
     def put(self, place: Place, token: bytes, step: Step) -> None:
         """Remember a step."""
         if self.steps >= LIMIT:
-            for known in list(self.places.values()):
-                known.clear()
-            self.steps = 0
+            self._forget()
         place[token] = step
         self.steps += 1
+
+    def _forget(self) -> None:
+        for place in list(self.places.values()):
+            place.clear()  # a place that outlives this must not keep the others
+        self.places.clear()
+        self.steps = 0
 
 
 def first_slice(parts: Sequence[Part]) -> tuple[slice, tuple[Part, ...]]:

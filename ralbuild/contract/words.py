@@ -19,6 +19,7 @@ class WordTable:
     def __init__(self, pages: memoryview, bits: memoryview) -> None:
         self.pages = pages
         self.bits = bits
+        self._ascii = [self.is_word(code) for code in range(128)]
 
     def is_word(self, code: int) -> bool:
         """Tell whether a code point is a word character."""
@@ -28,6 +29,8 @@ class WordTable:
     def character(self, data: bytes, at: int) -> tuple[int, bool]:
         """Return the bytes of the character at ``at``, and whether it is a word's; a broken byte is one."""
         first = data[at]
+        if first < 0x80:
+            return 1, self._ascii[first]
         size = 1 if first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
         try:
             return size, self.is_word(ord(data[at : at + size].decode()))

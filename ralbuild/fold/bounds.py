@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ralbuild.config.regex import width
 from ralbuild.contract.buffers import OUTPUT_BYTES, RING_BYTES
 from ralbuild.contract.bundle import Rule
 from ralbuild.contract.transducer import COPY, EMIT, STATE_BITS, TransducerTable
 from ralbuild.errors import CompileError
-from ralbuild.fold.kinds import pattern_of
-from ralbuild.fold.rules import ProfileRules, TextRule
+from ralbuild.fold.patterns import Nfa
+from ralbuild.fold.redactions import form_of
+from ralbuild.fold.rules import REDACTION, ProfileRules, Redaction, TextRule
 
 
 def check_buffers(
@@ -24,7 +26,8 @@ def check_buffers(
     """Check that one token, and all that it can decide, fits the ring and the output buffer.
 
     In a step at most the token's bytes and what was held are decided. Each of them belongs to one match
-    at most, so the worst rule's growth bounds them; for the token's own bytes the table says more.
+    at most, so the worst rule's growth bounds them; for the token's own bytes the table and the bytes that a
+    redaction can have say more.
 
     Raises:
         CompileError: naming the rule that writes most for each byte.
@@ -39,7 +42,7 @@ def check_buffers(
         )
     growth, number = max((_growth(profiles)), default=(1.0, 0))
     append = max((len(profile.append) for profile in profiles), default=0)
-    worst = _most_written(table, tokens, max(1.0, growth))
+    worst = _most_written(table, tokens, max(1.0, growth), _replaced_by_byte(profiles))
     needed = int(np.ceil(worst + max(1.0, growth) * table.max_held)) + append
     if needed > OUTPUT_BYTES:
         rule = rules[number] if rules else None
@@ -56,8 +59,29 @@ def _growth(profiles: Sequence[ProfileRules]) -> list[tuple[float, int]]:
     """Return, per rule, the most bytes written for a byte of its shortest match, and its id."""
     out = []
     for profile in profiles:
-        out += [(_written(rule), rule.id) for rule in profile.texts]
-        out += [(len(kind.replacement) / width(pattern_of(kind.kind))[0], kind.id) for kind in profile.kinds]
+        out += [(_written(rule), rule.id) for rule in profile.texts if rule.level != REDACTION]
+        out += [(_replaced(rule), rule.id) for rule in _redactions(profile)]
+    return out
+
+
+def _redactions(profile: ProfileRules) -> list[Redaction]:
+    return [*profile.kinds, *(rule for rule in profile.texts if rule.level == REDACTION)]
+
+
+def _replaced(rule: Redaction) -> float:
+    return len(rule.replacement or b"") / max(1, form_of(rule).width()[0])
+
+
+def _replaced_by_byte(profiles: Sequence[ProfileRules]) -> npt.NDArray[np.float64]:
+    """Return the most bytes that a redaction writes for each byte that may be in its match."""
+    out = np.ones(256)
+    for rule in dict.fromkeys(rule for profile in profiles for rule in _redactions(profile)):
+        growth = _replaced(rule)
+        if growth > 1:
+            nfa = Nfa()
+            form_of(rule).add_to(nfa, 0)
+            members = sorted({symbol & 255 for edges in nfa.edges for mask, _ in edges for symbol in mask})
+            out[members] = np.maximum(out[members], growth)
     return out
 
 
@@ -74,8 +98,10 @@ def _written(rule: TextRule) -> float:
     return (len(rule.before) + len(rule.after)) / shortest + inside
 
 
-def _most_written(table: TransducerTable, tokens: Sequence[bytes], growth: float) -> float:
-    """Return a bound on what the bytes of one token make the rules write."""
+def _most_written(
+    table: TransducerTable, tokens: Sequence[bytes], growth: float, replaced: npt.NDArray[np.float64]
+) -> float:
+    """Return a bound on what the bytes of one token make the rules and redactions write."""
     lengths = np.diff(np.frombuffer(table.str_off, np.uint32).astype(np.int64))
     ops = np.frombuffer(table.prog_ops, np.uint32)
     kinds, args = ops & 3, (ops >> 2).astype(np.int64)
@@ -88,7 +114,7 @@ def _most_written(table: TransducerTable, tokens: Sequence[bytes], growth: float
     programs = np.frombuffer(table.trans, np.uint32).reshape(table.states, table.classes) >> STATE_BITS
     by_class = np.diff(sums)[programs].max(axis=0)
     by_symbol = by_class[np.frombuffer(table.cls, np.uint8)]
-    by_byte = np.maximum(by_symbol[:256], by_symbol[256:]).astype(np.float64)
+    by_byte = np.maximum(replaced, np.maximum(by_symbol[:256], by_symbol[256:]))
     pool = np.frombuffer(b"".join(tokens), np.uint8)
     ends = np.cumsum([len(token) for token in tokens], dtype=np.int64)
     totals = np.concatenate([[0.0], np.cumsum(by_byte[pool])])

@@ -1,22 +1,15 @@
-"""Named kinds of secrets: their forms as patterns, their checks, and one automaton for all of them."""
+"""Named kinds of secrets: their forms as patterns, and their checks."""
 
 from __future__ import annotations
 
 import tomllib
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from ralbuild.config.regex import Node, parse_regex, width
-from ralbuild.contract.transducer_table import DEAD, FRONT_BITS, LUHN, MOD_97
-from ralbuild.errors import CompileError
-from ralbuild.fold.modes import Mode
-from ralbuild.fold.patterns import DEAD as NO_NODE
-from ralbuild.fold.patterns import Dfa, Nfa
-from ralbuild.fold.rules import KindRule
+from ralbuild.config.regex import Node, parse_regex
+from ralbuild.contract.transducer_table import LUHN, MOD_97
 
 CHECKS = {"card": LUHN, "iban": MOD_97}
 LONGEST = 512
@@ -145,98 +138,3 @@ KIND_SAMPLES = {
 def pattern_of(kind: str) -> Node:
     """Return the form of a kind as a pattern."""
     return parse_regex(FORMS[kind](), longest=LONGEST)
-
-
-@dataclass(frozen=True, slots=True)
-class KindTable:
-    """The kinds' automata: see `ralbuild.contract.transducer_table.Front`; ``starts`` per mode."""
-
-    classes: tuple[int, ...]
-    next: tuple[int, ...]
-    final: tuple[int, ...]
-    accepts: tuple[tuple[int, ...], ...]
-    rules: tuple[KindRule, ...]
-    starts: tuple[int | None, ...]
-    longest: int
-
-
-def build_kinds(modes: tuple[Mode, ...]) -> KindTable:
-    """Build one automaton for each set of kinds that a mode looks for.
-
-    Raises:
-        CompileError: when there are more sets of kinds than the table can number.
-    """
-    rules = tuple(sorted({rule for mode in modes for rule in mode.kinds}, key=lambda rule: rule.id))
-    builder = _KindBuilder(rules)
-    made: dict[tuple[KindRule, ...], int] = {}
-    for mode in modes:
-        if mode.kinds and mode.kinds not in made:
-            made[mode.kinds] = builder.add(mode.kinds)
-    if len(builder.rows) >= DEAD:
-        raise CompileError(f"{len(made)} different sets of kinds need too many states", place="fold")
-    return KindTable(
-        tuple(builder.dfa.cls),
-        tuple(entry for row in builder.rows for entry in row) or (0,) * builder.dfa.classes,
-        tuple(builder.final) or (0,),
-        tuple(builder.accepts),
-        rules,
-        tuple(made.get(mode.kinds) for mode in modes),
-        max((width(pattern_of(rule.kind))[1] for rule in rules), default=0),
-    )
-
-
-class _KindBuilder:
-    """A state is (node of the pattern, whether the last character was a word character)."""
-
-    def __init__(self, rules: tuple[KindRule, ...]) -> None:
-        nfa = Nfa()
-        self.first: dict[KindRule, tuple[int, int]] = {}
-        for number, rule in enumerate(rules):
-            start = nfa.add(number, pattern_of(rule.kind), ignore_case=rule.kind == "iban")
-            self.first[rule] = (start, nfa.without_word_start(start))
-        broken = frozenset(range(0x80, 0x100))  # symbols of characters that are not word characters
-        for edges in nfa.edges:
-            edges[:] = [(mask - broken, target) for mask, target in edges if mask - broken]
-        self.dfa = Dfa(nfa, [0] * len(rules), [True] * len(rules))
-        self.rows: list[list[int]] = []
-        self.final: list[int] = []
-        self.accepts: dict[tuple[int, ...], int] = {(): 0}
-
-    def add(self, kinds: tuple[KindRule, ...]) -> int:
-        """Append the automaton of ``kinds``; return its first state. The state after a word follows it."""
-        dfa, home = self.dfa, len(self.rows)
-        begin = [dfa.node(self.first[rule][after] for rule in kinds) for after in (0, 1)]
-        numbers: dict[tuple[int, bool], int] = {}
-        queue: deque[tuple[int, bool]] = deque()
-
-        def place(node: int, after_word: bool) -> int:
-            key = (node, after_word)
-            if key not in numbers:
-                numbers[key] = home + 2 + len(numbers)
-                queue.append(key)
-            return numbers[key]
-
-        for node in begin:
-            moves = dfa.moves(node) if node != NO_NODE else {}
-            self.rows.append(
-                [
-                    place(moves[klass], word) if klass in moves else home + word
-                    for klass, word in enumerate(dfa.class_is_word)
-                ]
-            )
-            self.final.append(0)
-        while queue:
-            node, after_word = queue.popleft()
-            moves, ended = dfa.moves(node), self._accept(dfa.ended(node))
-            self.rows.append(
-                [
-                    (place(moves[klass], word) if klass in moves else DEAD)
-                    | (0 if after_word and word else ended) << FRONT_BITS
-                    for klass, word in enumerate(dfa.class_is_word)
-                ]
-            )
-            self.final.append(ended)
-        return home
-
-    def _accept(self, rules: tuple[int, ...]) -> int:
-        return self.accepts.setdefault(rules, len(self.accepts))

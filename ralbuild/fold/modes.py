@@ -1,7 +1,7 @@
 """Profiles to modes: which rules hold outside of spans and inside each of them, and the markers between.
 
-A mode is what the transducer is in: the markers that it looks for, the kinds, the text rules, and what
-is written at the end. The first mode of a profile is the text outside of its spans.
+A mode is what the transducer is in: the markers that it looks for, the redactions, the other text rules,
+and what is written at the end. The first mode of a profile is the text outside of its spans.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from ralbuild.contract.transducer_table import FRONT_BITS, KEEP, STOP
+from ralbuild.contract.transducer_table import KEEP, MARK_BITS, STOP
 from ralbuild.fold.patterns import byte_classes
-from ralbuild.fold.rules import KindRule, ProfileRules, SpanRule, TextRule
+from ralbuild.fold.rules import REDACTION, ProfileRules, Redaction, SpanRule, TextRule
 
 OUTSIDE = "outside"
 
@@ -28,11 +28,14 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One mode; ``dropped`` means that its text is not written at all."""
+    """One mode: redactions in the order that decides ties, and the other text rules.
+
+    ``dropped`` means that its text is not written at all.
+    """
 
     profile: int
     texts: tuple[TextRule, ...]
-    kinds: tuple[KindRule, ...]
+    redactions: tuple[Redaction, ...]
     markers: tuple[Marker, ...]
     dropped: bool = False
 
@@ -58,10 +61,13 @@ def expand_modes(profiles: tuple[ProfileRules, ...]) -> tuple[tuple[Mode, ...], 
 def _plain(profile: int, rules: ProfileRules, scope: str, markers: tuple[Marker, ...], here: int) -> Mode:
     holds = ("all", scope)
     stops = tuple(Marker(rule.id, rule.text, STOP, here) for rule in rules.stops if rule.scope in holds)
+    texts = [rule for rule in rules.texts if rule.scope in holds]
+    redactions: list[Redaction] = [rule for rule in rules.kinds if rule.scope in holds]
+    redactions += [rule for rule in texts if rule.level == REDACTION]
     return Mode(
         profile,
-        tuple(rule for rule in rules.texts if rule.scope in holds),
-        tuple(rule for rule in rules.kinds if rule.scope in holds),
+        tuple(rule for rule in texts if rule.level != REDACTION),
+        tuple(sorted(redactions, key=lambda rule: rule.id)),
         (*stops, *markers),
     )
 
@@ -144,5 +150,5 @@ def _automaton(
             complete = done[target]
             size, number = complete if complete else (depth[target], -1)
             action = actions.setdefault((depth[node] + 1 - size, number), len(actions))
-            out.append(base + (0 if complete else target) | action << FRONT_BITS)
+            out.append(base + (0 if complete else target) | action << MARK_BITS)
     return out

@@ -101,14 +101,19 @@ class _Spelling:
         for char in text.decode("utf-8", "surrogateescape"):
             letters = same_letters(char) if self.ignore_case else (char,)
             end = self._new()
-            size = len(char_symbols(char))
-            for symbols in map(char_symbols, letters):
-                if self.same_size and len(symbols) != size:
-                    continue
-                at = here
-                for symbol in symbols[:-1]:
-                    at = self._edge(at, (symbol,), self._new())
-                self._edge(at, symbols[-1:], end)
+            spelled = [char_symbols(letter) for letter in letters]
+            if self.same_size:
+                size = len(char_symbols(char))
+                spelled = [symbols for symbols in spelled if len(symbols) == size]
+            # One edge for all letters of one byte: what no rule tells apart shares a class.
+            if single := [symbols[0] for symbols in spelled if len(symbols) == 1]:
+                self._edge(here, single, end)
+            for symbols in spelled:
+                if len(symbols) > 1:
+                    at = here
+                    for symbol in symbols[:-1]:
+                        at = self._edge(at, (symbol,), self._new())
+                    self._edge(at, symbols[-1:], end)
             here = end
         return here
 
@@ -209,14 +214,12 @@ def byte_classes(sets: Iterable[frozenset[int]], size: int = 256) -> list[int]:
 class Dfa:
     """Subset construction over an `Nfa`; nodes are made when they are first reached.
 
-    A node knows the best rule that ends in it: one that needs no word boundary (``accept``) and one that
-    does (``accept_at_boundary``). "Best" is the lowest (level, rule number): level 0 is redaction, which
-    wins over markup.
+    A node knows the best rule that ends in it, that is the one with the lowest number: one that needs no
+    word boundary (``accept``) and one that does (``accept_at_boundary``).
     """
 
-    def __init__(self, nfa: Nfa, levels: Sequence_[int], whole_word: Sequence_[bool]) -> None:
+    def __init__(self, nfa: Nfa, whole_word: Sequence_[bool]) -> None:
         self.nfa = nfa
-        self.levels = levels
         self.whole_word = whole_word
         masks = {mask for edges in nfa.edges for mask, _ in edges}
         self.cls = byte_classes(masks | {WORD_SYMBOLS}, SYMBOLS)
@@ -228,10 +231,8 @@ class Dfa:
         self._numbers: dict[frozenset[int], int] = {}
         self._members: list[frozenset[int]] = []
         self._next: list[dict[int, int] | None] = []
-        self._restricted: dict[int, int] = {}
         self.accept: list[int | None] = []
         self.accept_at_boundary: list[int | None] = []
-        self.holds_redaction: list[bool] = []
 
     def node(self, states: Iterable[int]) -> int:
         """Return the node for a set of NFA states; `DEAD` for the empty set."""
@@ -244,35 +245,38 @@ class Dfa:
             self._members.append(closed)
             self._next.append(None)
             ended = [self.nfa.rule[state] for state in closed & self.nfa.ends]
-            self.accept.append(self._best(rule for rule in ended if not self.whole_word[rule]))
-            self.accept_at_boundary.append(self._best(rule for rule in ended if self.whole_word[rule]))
-            self.holds_redaction.append(any(self._is_open_redaction(state) for state in closed))
+            words = [rule for rule in ended if self.whole_word[rule]]
+            self.accept.append(min((rule for rule in ended if not self.whole_word[rule]), default=None))
+            self.accept_at_boundary.append(min(words, default=None))
         return number
 
     def ended(self, node: int) -> tuple[int, ...]:
         """Return the rules that end in ``node``, in their order."""
         return tuple(sorted({self.nfa.rule[state] for state in self._members[node] & self.nfa.ends}))
 
-    def _is_open_redaction(self, state: int) -> bool:
-        rule = self.nfa.rule[state]
-        ends_later = state in self.nfa.ends and self.whole_word[rule]
-        return self.levels[rule] == 0 and (bool(self.nfa.edges[state]) or ends_later)
-
-    def _best(self, rules: Iterable[int]) -> int | None:
-        return min(rules, key=lambda rule: (self.levels[rule], rule), default=None)
-
     def moves(self, node: int) -> dict[int, int]:
         """Return class to node for every class that leads somewhere."""
         found = self._next[node]
         if found is None:
-            targets: dict[int, set[int]] = {}
-            for state in self._members[node]:
-                for mask, target in self.nfa.edges[state]:
-                    for number in self._mask_classes(mask):
-                        targets.setdefault(number, set()).add(target)
-            found = {number: self.node(states) for number, states in sorted(targets.items())}
-            self._next[node] = found
+            every = [(klass, target) for classes, target in self.groups(node) for klass in classes]
+            found = self._next[node] = dict(sorted(every))
         return found
+
+    def groups(self, node: int) -> list[tuple[tuple[int, ...], int]]:
+        """Return what `moves` does, the classes that lead to one node together, by their least class."""
+        edges = [edge for state in self._members[node] for edge in self.nfa.edges[state]]
+        leads: dict[int, int] = {}
+        """By class, which edges it takes: bit k is edge k."""
+        for number, (mask, _) in enumerate(edges):
+            for klass in self._mask_classes(mask):
+                leads[klass] = leads.get(klass, 0) | 1 << number
+        together: dict[int, list[int]] = {}
+        for klass in sorted(leads):
+            together.setdefault(leads[klass], []).append(klass)
+        return [
+            (tuple(classes), self.node({edges[k][1] for k in range(bits.bit_length()) if bits >> k & 1}))
+            for bits, classes in together.items()
+        ]
 
     def _mask_classes(self, mask: frozenset[int]) -> tuple[int, ...]:
         found = self._classes_of.get(mask)
@@ -284,14 +288,8 @@ class Dfa:
         """Tell whether what follows can still make a match: more bytes, or a word boundary."""
         if node == DEAD:
             return False
-        return bool(self.moves(node)) or (after_word and self.accept_at_boundary[node] is not None)
+        return self.goes_on(node) or (after_word and self.accept_at_boundary[node] is not None)
 
-    def redaction_only(self, node: int) -> int:
-        """Return the node with the states of redaction rules alone."""
-        if node == DEAD:
-            return DEAD
-        found = self._restricted.get(node)
-        if found is None:
-            keep = [state for state in self._members[node] if self.levels[self.nfa.rule[state]] == 0]
-            found = self._restricted[node] = self.node(keep)
-        return found
+    def goes_on(self, node: int) -> bool:
+        """Tell whether any class leads from ``node`` to another one."""
+        return any(self.nfa.edges[state] for state in self._members[node])

@@ -41,7 +41,7 @@ class TextRule:
 
     Attributes:
         id: index into the bundle's rules; several literals may share one (escape).
-        level: REDACTION wins over MARKUP wherever the two overlap.
+        level: REDACTION wins over MARKUP wherever the two overlap, and writes a ``replacement``.
         pattern: a literal, or a regular expression.
         replacement: what is written instead; None copies the match between ``before`` and ``after``.
         escaped: characters of the copied match and what is written for them.
@@ -96,6 +96,15 @@ class KindRule:
     kind: str
     replacement: bytes
     scope: str = "all"
+
+    @property
+    def shown(self) -> str:
+        """The kind, for messages."""
+        return self.kind
+
+
+Redaction = TextRule | KindRule
+"""What the stage of redactions looks for: text rules of that level, and named kinds."""
 
 
 @dataclass(frozen=True, slots=True)

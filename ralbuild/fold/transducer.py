@@ -1,4 +1,4 @@
-"""Rules to one deterministic transducer (contract/transducer.py), leftmost-longest, redaction first.
+"""Rules to one table (contract/transducer.py): markup as a deterministic transducer, leftmost-longest.
 
 Rows are built in linear time: when the first start of a state dies, its row is the row of its failure
 state (the same text without its first byte) with what was decided put in front; when a word ends, it
@@ -8,11 +8,11 @@ looked at one by one, and there, too, the failure state mostly knows what become
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ralbuild.contract.transducer_table import (
     COPY,
@@ -26,15 +26,14 @@ from ralbuild.contract.transducer_table import (
     write_transducer,
 )
 from ralbuild.errors import CompileError
-from ralbuild.fold.kinds import CHECKS, KindTable, build_kinds
+from ralbuild.fold.budget import Budget
 from ralbuild.fold.modes import MarkerTable, Mode, build_markers, expand_modes
 from ralbuild.fold.patterns import DEAD
-from ralbuild.fold.rules import REDACTION, Op, ProfileRules
-from ralbuild.fold.states import DEAD_START, STATE_BUDGET, RuleStates, Start, State, StateLimitError
+from ralbuild.fold.redactions import RedactionTable, build_redactions
+from ralbuild.fold.rules import Op, ProfileRules
+from ralbuild.fold.states import DEAD_START, STATE_BUDGET, RuleStates, Start, State, longer
 from ralbuild.fold.unicode import word_table
 
-TABLE_BUDGET = 32 << 20
-"""Bytes of the transition array; an A100's second-level cache holds it."""
 UNFINISHED = 3
 """Bytes of a character that is not complete."""
 
@@ -54,7 +53,7 @@ class TransducerSize:
 
     Attributes:
         table_bytes: of the transition array of the rules.
-        front_bytes: of the automata of markers and kinds.
+        front_bytes: of the automata of markers and redactions.
     """
 
     states: int
@@ -74,7 +73,8 @@ class TransducerBuilder:
         self.sets = tuple(dict.fromkeys(mode.texts for mode in self.modes if not mode.dropped))
         self.dropping = len(self.sets)  # the state that forgets everything belongs to no set
         self.reader = RuleStates(self.sets)
-        self.literal = all(isinstance(rule.pattern, bytes) for rule in self.reader.rules)
+        self.names = [rule.shown for rule in self.reader.rules]
+        self.budget = Budget()
         self.ends_word = [k for k, word in enumerate(self.reader.dfa.class_is_word) if not word]
         self.programs: list[tuple[Op, ...]] = []
         self._copies: list[bool] = []
@@ -126,7 +126,7 @@ class TransducerBuilder:
         state = self.reader.states[number]
         if state.rules == self.dropping:
             row = self._same_everywhere(number, self._program([(DROP, 1)]))
-        elif state.starts and (self.literal or self._can_commit(state)):
+        elif state.starts:
             row = self._row_from_failure(state)
         else:
             row = self._same_everywhere(number, 0)
@@ -138,35 +138,19 @@ class TransducerBuilder:
         classes = self.reader.dfa.classes
         return Row([target] * classes, [0] * classes, [program])
 
-    def _can_commit(self, state: State) -> bool:
-        """Tell whether what the first start has matched is certain as soon as it can match no more.
-
-        Else the row comes from a state that no text may ever reach. Among literals these are few.
-        """
-        (node, found), reader = state.starts[0], self.reader
-        if node == DEAD or not found:
-            return node != DEAD
-        length, rule = found[-1]
-        return reader.rules[rule].level == REDACTION or not reader.redaction_open(state.starts, length)
-
     def _row_from_failure(self, state: State) -> Row:
-        """Return a row whose first living start, where it dies, leaves what it has matched so far."""
-        reader, dfa, starts = self.reader, self.reader.dfa, state.starts
-        index = next(index for index, (node, _) in enumerate(starts) if node != DEAD)
-        node, found = starts[index]
-        rest, ops = reader.settle([*starts[:index], (DEAD, found), *starts[index + 1 :]])
+        """Return a row whose first start, where it dies, leaves what it has matched so far."""
+        reader, dfa = self.reader, self.reader.dfa
+        node, found = state.starts[0]
+        rest, ops = reader.settle([(DEAD, found), *state.starts[1:]])
         failure = self.row(reader.number(state.rules, state.after_word, rest))
         row = self._behind(tuple(ops), failure)
-        own: Iterable[int] = dfa.moves(node)
         rule = dfa.accept_at_boundary[node] if state.after_word else None
         if rule is not None:
-            rule = reader.add_match(found, (len(starts) - index, rule))[-1][1]  # another may match the same
-            certain = reader.rules[rule].level == REDACTION or not reader.redaction_open(starts, len(starts))
-            if index or not certain:
-                return self._with_entries(row, state, sorted({*own, *self.ends_word}))
+            rule = longer(found, (len(state.starts), rule))[1]  # another may match the same
             self._put_word_end(row, state, rule)
-        plain = not index and not found and all(kind == COPY for kind, _ in ops)
-        return self._with_entries(row, state, own, failure if plain else None)
+        plain = found is None and all(kind == COPY for kind, _ in ops)
+        return self._with_entries(row, state, dfa.moves(node), failure if plain else None)
 
     def _behind(self, prefix: tuple[Op, ...], row: Row) -> Row:
         return Row(row.targets.copy(), row.which.copy(), self._join(prefix, row.programs))
@@ -202,7 +186,7 @@ class TransducerBuilder:
         if not self._copies[failure.programs[failure.which[klass]]]:
             return None
         others = reader.states[failure.targets[klass]].starts
-        if any(found for _, found in others):
+        if any(found is not None for _, found in others):
             return None
         count = len(state.starts)
         first = reader.move_first(state, klass)
@@ -210,7 +194,7 @@ class TransducerBuilder:
             return None
         starts: tuple[Start, ...] = (first, *(DEAD_START,) * (count - len(others)), *others)
         ops: list[Op] = []
-        if first[1]:
+        if first[1] is not None:
             starts, ops = reader.settle(list(starts))
         return reader.number(state.rules, reader.dfa.class_is_word[klass], starts), ops
 
@@ -222,24 +206,21 @@ class TransducerBuilder:
         Raises:
             CompileError: when the rules need more than the budget; names the heaviest.
         """
-        try:
-            order, rows = self._reachable()
-        except StateLimitError:
-            raise self._over_budget(STATE_BUDGET + 1) from None
-        states = [self.reader.states[number] for number in order]
-        finals = [
-            self._program([] if state.rules == self.dropping else self.reader.settle_end(state))
-            for state in states
-        ]
-        return self._write(order, rows, finals, max(len(state.starts) for state in states), rule_count)
+        redactions = build_redactions(self.modes, self.budget)
+        order, rows = self._reachable()
+        return self._write(order, rows, redactions, rule_count)
 
-    def _first_state(self, mode: Mode) -> int:
+    def _first_state(self, mode: Mode, *, after_word: bool = False) -> int:
         rules = self.dropping if mode.dropped else self.sets.index(mode.texts)
-        return self.reader.number(rules, False, ())
+        return self.reader.number(rules, after_word, ())
 
     def _reachable(self) -> tuple[list[int], list[Row]]:
-        """Return the states that the first states lead to, breadth first, and their rows."""
-        order = list(dict.fromkeys(self._first_state(mode) for mode in self.modes))
+        """Return the states that the first states lead to, breadth first, and their rows.
+
+        Behind each first state comes that of a text that goes on after a word character.
+        """
+        firsts = [self._first_state(mode, after_word=word) for mode in self.modes for word in (False, True)]
+        order = list(dict.fromkeys(firsts))
         seen = set(order)
         rows: list[Row] = []
         while len(rows) < len(order):
@@ -249,37 +230,34 @@ class TransducerBuilder:
                 if target not in seen:
                     seen.add(target)
                     order.append(target)
-            if len(order) * self.reader.dfa.classes * 4 > TABLE_BUDGET or len(self.programs) >= 1 << 20:
-                raise self._over_budget(len(order))
+            self.budget.check(self.reader.dfa, self.names, states=len(order), most=STATE_BUDGET)
+            if len(self.reader.states) > STATE_BUDGET or len(self.programs) >= 1 << 20:
+                raise self._over_budget()
         return order, rows
 
-    def _over_budget(self, states: int) -> CompileError:
-        rules = self.reader.rules
-        heavy = Counter(self.reader.dfa.nfa.rule).most_common(3)
-        names = ", ".join(repr(rules[number].shown[:40]) for number, _ in heavy)
-        size = states * self.reader.dfa.classes * 4
-        return CompileError(
-            f"the rules need too large a table: {states} states of {STATE_BUDGET}, "
-            f"{size >> 20} MiB of {TABLE_BUDGET >> 20}, {len(self.programs)} programs of {PROGRAM_LIMIT}",
-            place="fold",
-            hint=f"shorten or drop rules; the heaviest are {names}",
-        )
+    def _over_budget(self) -> CompileError:
+        found = f"{len(self.reader.states)} states of {STATE_BUDGET}, "
+        found += f"{len(self.programs)} programs of {PROGRAM_LIMIT}"
+        return self.budget.exceeded(self.reader.dfa, self.names, found)
 
     def _write(
-        self, order: list[int], rows: list[Row], finals: list[int], held: int, rule_count: int
+        self, order: list[int], rows: list[Row], redactions: RedactionTable, rule_count: int
     ) -> tuple[bytes, TransducerSize]:
-        numbers = np.zeros(len(self.reader.states), np.int64)
-        numbers[order] = np.arange(len(order))
-        run = np.array([[row.programs[place] for place in row.which] for row in rows])
+        reader = self.reader
+        states = [reader.states[number] for number in order]
+        finals = np.array(
+            [[self._final(state, word_follows=follows) for follows in (False, True)] for state in states]
+        )
         ends = [self._end_program(mode) for mode in self.modes]
+        run = np.array([[row.programs[place] for place in row.which] for row in rows])
         # Programs are renumbered in order of first use; some served only as prefixes.
-        named = np.concatenate([[0], run.ravel(), finals, [end for end in ends if end is not None]])
-        distinct, firsts = np.unique(named, return_index=True)
-        used = distinct[np.argsort(firsts)].astype(np.int64)
-        if len(used) > PROGRAM_LIMIT:
-            raise self._over_budget(len(order))
+        used = self._used(
+            run.ravel(), finals.ravel(), np.array([end for end in ends if end is not None], int)
+        )
         new = np.zeros(len(self.programs), np.int64)
         new[used] = np.arange(len(used))
+        numbers = np.zeros(len(reader.states), np.int64)
+        numbers[order] = np.arange(len(order))
         targets = numbers[np.array([row.targets for row in rows])]
         strings: dict[bytes, int] = {}
         programs = [
@@ -289,36 +267,51 @@ class TransducerBuilder:
             ]
             for program in used.tolist()
         ]
-        kinds, markers = build_kinds(self.modes), build_markers(self.modes)
-        for kind in kinds.rules:
-            strings.setdefault(kind.replacement, len(strings))
+        markers = build_markers(self.modes)
+        for _, replacement in redactions.rows:
+            strings.setdefault(replacement, len(strings))
         modes = tuple(
             (
                 _or_none(markers.starts[index]),
-                _or_none(kinds.starts[index]),
+                redact,
                 int(numbers[self._first_state(mode)]),
                 _or_none(None if (end := ends[index]) is None else int(new[end])),
+                row,
             )
             for index, mode in enumerate(self.modes)
+            for redact, row in [redactions.starts[index] or (NONE, 0)]
         )
-        longest = held + kinds.longest + max(0, markers.longest - 1) + UNFINISHED
+        held = max(len(state.starts) for state in states)
+        longest = held + redactions.longest + max(0, markers.longest - 1) + UNFINISHED
+        trans = (targets | new[run] << STATE_BITS).astype("<u4")
         data = write_transducer(
-            cls=self.reader.dfa.cls,
-            trans=(targets | new[run] << STATE_BITS).astype("<u4").tobytes(),
+            cls=reader.dfa.cls,
+            trans=trans.tobytes(),
             final=new[finals].tolist(),
             programs=programs,
             strings=list(strings),
             starts=self.starts,
-            front=_front(modes, markers, kinds, strings),
+            front=_front(modes, markers, redactions, strings),
             words=word_table(),
             max_held=longest,
             rules=rule_count,
         )
-        classes = self.reader.dfa.classes
-        front_bytes = 4 * (len(markers.next) + len(kinds.next))
+        front_bytes = 4 * len(markers.next) + redactions.next.nbytes
         return data, TransducerSize(
-            len(rows), classes, len(programs), len(rows) * classes * 4, front_bytes, longest
+            len(rows), reader.dfa.classes, len(programs), trans.nbytes, front_bytes, longest
         )
+
+    def _used(self, *named: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the programs that are named, in order of first use, program 0 before them."""
+        distinct, firsts = np.unique(np.concatenate([np.zeros(1, np.int64), *named]), return_index=True)
+        if len(distinct) > PROGRAM_LIMIT:
+            raise self._over_budget()
+        return distinct[np.argsort(firsts)]
+
+    def _final(self, state: State, *, word_follows: bool) -> int:
+        if state.rules == self.dropping:
+            return self._program([])
+        return self._program(self.reader.settle_end(state, word_follows=word_follows))
 
     def _end_program(self, mode: Mode) -> int | None:
         """Return the program that writes what a profile appends to any text."""
@@ -333,9 +326,9 @@ def _or_none(value: int | None) -> int:
 
 
 def _front(
-    modes: tuple[tuple[int, int, int, int], ...],
+    modes: tuple[tuple[int, int, int, int, int], ...],
     markers: MarkerTable,
-    kinds: KindTable,
+    redactions: RedactionTable,
     strings: dict[bytes, int],
 ) -> Front:
     return Front(
@@ -344,9 +337,9 @@ def _front(
         mark_next=markers.next,
         mark_actions=markers.actions,
         markers=markers.markers,
-        kind_class=kinds.classes,
-        kind_next=kinds.next,
-        kind_final=kinds.final,
-        accepts=kinds.accepts,
-        kinds=tuple((rule.id, CHECKS.get(rule.kind, 0), strings[rule.replacement]) for rule in kinds.rules),
+        redact_class=redactions.classes,
+        redact_next=redactions.next.astype("<u4").tobytes(),
+        redact_final=redactions.final,
+        accepts=redactions.accepts,
+        redactions=tuple((rule, strings[replacement]) for rule, replacement in redactions.rows),
     )

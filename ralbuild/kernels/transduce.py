@@ -4,8 +4,9 @@
 Semantics are those of `ralbuild.contract.transducer`, byte for byte. Parameters are named by
 `ralbuild.contract.buffers`; docs/kernels.md describes the launch.
 
-Each turn of the main loop does the most urgent thing: the rules read a byte that the kinds have released,
-else the kinds read a byte that the markers have released, else the markers read a byte of the token.
+Each turn of the main loop does the most urgent thing: the rules read a byte that the redactions have
+released, else the redactions read a byte that the markers have released, else the markers read a byte of
+the token. What a turn decides is one program, run in one place at its end.
 
 Memory order: the warp is the whole block. Every lane loads the slot's state, then the block meets
 one barrier, and only after it are ring bytes read by other lanes than wrote them and state stored.
@@ -144,17 +145,15 @@ def _holds(check, ring, begin, end, RING: tl.constexpr):
 
 
 @triton.jit
-def _accept(
-    number, accept_offsets, accept_rows, kind_rows, ring, start, end, best, best_end, RING: tl.constexpr
-):
-    """Take the first kind of a list whose check holds; return the new (best, best_end)."""
+def _accept(number, accept_offsets, accept_rows, ring, start, end, best, best_end, RING: tl.constexpr):
+    """Take the first entry of a list whose check holds; return the new (best, best_end)."""
     done = 0
     if end > start:
         for k in range(tl.load(accept_offsets + number), tl.load(accept_offsets + number + 1)):
-            row = tl.load(accept_rows + k)
+            entry = tl.load(accept_rows + k)
             if done == 0:
-                done = _holds(tl.load(kind_rows + 3 * row + 1), ring, start, end, RING)
-                best = tl.where(done == 1, row, best)
+                done = _holds((entry >> 1) & 3, ring, start, end, RING)
+                best = tl.where(done == 1, entry, best)
                 best_end = tl.where(done == 1, end, best_end)
     return best, best_end
 
@@ -183,13 +182,13 @@ def transduce(  # noqa: C901
     mark_actions,
     marker_rows,
     mark_classes,
-    kind_class,
-    kind_next,
-    kind_final,
+    redact_class,
+    redact_next,
+    redact_final,
     accept_offsets,
     accept_rows,
-    kind_rows,
-    kind_classes,
+    redact_rows,
+    redact_classes,
     fst_state,
     front,
     ring,
@@ -215,15 +214,15 @@ def transduce(  # noqa: C901
         front += slot * 8
         mode = tl.load(front)
         mark = tl.load(front + 1)
-        kind = tl.load(front + 2)
+        redact = tl.load(front + 2)
         free = tl.load(front + 3)
-        kind_at = tl.load(front + 4)
+        redact_at = tl.load(front + 4)
         start = tl.load(front + 5)
         best = tl.load(front + 6)
         best_end = tl.load(front + 7)
         fresh = mode >> 16
         mode = mode & 0xFFFF
-        home = tl.load(modes + 4 * mode + 1)
+        home = tl.load(modes + 5 * mode + 1)
         ring += slot * RING
         output += slot * OUTPUT
         ended = False
@@ -250,13 +249,16 @@ def transduce(  # noqa: C901
         rules_at = start
         rules_left = 0
         rules_flag = 0
-        kinds_left = 0
-        kinds_flag = 0
+        redact_left = 0
+        redact_flag = 0
         marker = 0
         flush = 0  # 1: everything released is to be decided, for a marker or the end of the text
         last = ended
         go = True
         while go:
+            program = -1
+            resolve = False
+            settle = False
             if rules_at < start:
                 byte = tl.load(ring + (rules_at & (RING - 1))).to(tl.int32)
                 if rules_left == 0:
@@ -275,75 +277,38 @@ def transduce(  # noqa: C901
                     tl.store(output + length, passed, mask=length < OUTPUT)
                     pending += 1
                     length += 1
-                else:
-                    pending, length = _run(
-                        program,
-                        program_offsets,
-                        program_ops,
-                        string_offsets,
-                        string_pool,
-                        rule_events,
-                        ring,
-                        output,
-                        pending,
-                        length,
-                        RING,
-                        OUTPUT,
-                        LANES,
-                    )
+                    program = -1
             else:
-                ready = kind_at < free
-                if ready & (kinds_left == 0):
-                    kinds_left, kinds_flag = _character(ring, kind_at, free, word_pages, word_bits, RING)
-                    if (kinds_left == 0) & (flush == 1):
-                        kinds_left = 1
-                    first_byte = tl.load(ring + (kind_at & (RING - 1))).to(tl.int32)
-                    kinds_flag = tl.where(first_byte < 0x80, 0, kinds_flag)
-                ready = ready & (kinds_left > 0)
-                resolve = False
-                settle = False
+                ready = redact_at < free
+                if ready & (redact_left == 0):
+                    redact_left, redact_flag = _character(ring, redact_at, free, word_pages, word_bits, RING)
+                    if (redact_left == 0) & (flush == 1):
+                        redact_left = 1
+                    first_byte = tl.load(ring + (redact_at & (RING - 1))).to(tl.int32)
+                    redact_flag = tl.where(first_byte < 0x80, 0, redact_flag)
+                ready = ready & (redact_left > 0)
+                number = 0
+                target = -1
                 if ready:
                     if home < 0:
-                        kind_at += kinds_left
-                        kinds_left = 0
-                        start = kind_at
+                        redact_at += redact_left
+                        redact_left = 0
+                        start = redact_at
                     else:
-                        byte = tl.load(ring + (kind_at & (RING - 1))).to(tl.int32)
-                        klass = tl.load(kind_class + byte + kinds_flag).to(tl.int32)
-                        entry = tl.load(kind_next + kind * kind_classes + klass)
-                        number = (entry >> 16) & 0xFFFF
-                        if number > 0:
-                            best, best_end = _accept(
-                                number,
-                                accept_offsets,
-                                accept_rows,
-                                kind_rows,
-                                ring,
-                                start,
-                                kind_at,
-                                best,
-                                best_end,
-                                RING,
-                            )
-                        entry = entry & 0xFFFF
-                        resolve = entry == 0xFFFF
-                        if entry != 0xFFFF:
-                            kind = entry
-                            kind_at += 1
-                            kinds_left -= 1
-                            if (kind == home) | (kind == home + 1):
-                                start = kind_at
+                        byte = tl.load(ring + (redact_at & (RING - 1))).to(tl.int32)
+                        klass = tl.load(redact_class + byte + redact_flag).to(tl.int32)
+                        entry = tl.load(redact_next + redact * redact_classes + klass)
+                        number = (entry >> 18) & 0x3FFF
+                        target = entry & 0x3FFFF
+                        resolve = target >= 0x3FFFE
+                        redact_at += (target == 0x3FFFE).to(tl.int32)
                 elif flush == 1:
-                    if start < kind_at:
-                        best, best_end = _accept(
-                            tl.load(kind_final + kind), accept_offsets, accept_rows, kind_rows, ring,
-                            start, kind_at, best, best_end, RING,
-                        )  # fmt: skip
-                        resolve = True
-                    else:
-                        settle = True
+                    resolve = start < redact_at
+                    settle = start >= redact_at
+                    if resolve:
+                        number = tl.load(redact_final + redact)
                 elif seen < end:
-                    begin = tl.load(modes + 4 * mode)
+                    begin = tl.load(modes + 5 * mode)
                     if begin < 0:
                         seen = end
                         free = end
@@ -364,75 +329,101 @@ def transduce(  # noqa: C901
                     marker = 0
                 else:
                     go = False
+                if number > 0:
+                    best, best_end = _accept(
+                        number,
+                        accept_offsets,
+                        accept_rows,
+                        ring,
+                        start,
+                        redact_at,
+                        best,
+                        best_end,
+                        RING,
+                    )
+                word = 0
                 if resolve:
-                    kinds_left = 0
+                    redact_left = 0
+                    skip, word = _character(ring, start, free, word_pages, word_bits, RING)
+                    word = word >> 8
                     if best >= 0:
                         settle = True
                     else:
-                        skip, word = _character(ring, start, free, word_pages, word_bits, RING)
-                        kind = home + (word >> 8)
+                        redact = home + word
                         start += tl.where(skip == 0, 1, skip)
-                        kind_at = start
+                        redact_at = start
+                elif target >= 0:
+                    redact = target
+                    redact_at += 1
+                    redact_left -= 1
+                    if (redact == home) | (redact == home + 1):
+                        start = redact_at
                 if settle:
-                    pending, length = _run(
-                        tl.load(fst_final + state),
-                        program_offsets,
-                        program_ops,
+                    program = tl.load(fst_final + 2 * state + word)
+            if program >= 0:
+                pending, length = _run(
+                    program,
+                    program_offsets,
+                    program_ops,
+                    string_offsets,
+                    string_pool,
+                    rule_events,
+                    ring,
+                    output,
+                    pending,
+                    length,
+                    RING,
+                    OUTPUT,
+                    LANES,
+                )
+            if settle:
+                after = 0
+                if resolve:
+                    row = redact_rows + 2 * (tl.load(modes + 5 * mode + 4) + (best >> 3))
+                    length = _emit(
+                        tl.load(row + 1),
                         string_offsets,
                         string_pool,
-                        rule_events,
-                        ring,
                         output,
-                        pending,
                         length,
-                        RING,
                         OUTPUT,
                         LANES,
                     )
-                    if resolve:
-                        length = _emit(
-                            tl.load(kind_rows + 3 * best + 2),
-                            string_offsets,
-                            string_pool,
-                            output,
-                            length,
-                            OUTPUT,
-                            LANES,
-                        )
-                        tl.atomic_add(rule_events + tl.load(kind_rows + 3 * best), 1)
-                        start = best_end
-                        kind = home
-                        best = -1
-                        best_end = 0
-                    else:
-                        flush = 0
-                        if marker > 0:
-                            row = marker_rows + 3 * (marker - 1)
-                            flags = tl.load(row + 1)
-                            if (flags & 1) != 0:
-                                length = _copy(ring, output, free, length, seen - free, RING, OUTPUT, LANES)
-                            tl.atomic_add(rule_events + tl.load(row), 1)
-                            mode = tl.load(row + 2)
-                            mark = tl.load(modes + 4 * mode)
-                            home = tl.load(modes + 4 * mode + 1)
-                            kind = home
-                            free = seen
-                            start = seen
-                            marker = 0
-                            if (flags & 2) != 0:
-                                seen = end
-                                start = end
-                                ended = True
-                                go = False
-                        else:
+                    tl.atomic_add(rule_events + tl.load(row), 1)
+                    after = best & 1
+                    start = best_end
+                    redact = home + after
+                    best = -1
+                    best_end = 0
+                else:
+                    flush = 0
+                    if marker > 0:
+                        row = marker_rows + 3 * (marker - 1)
+                        flags = tl.load(row + 1)
+                        if (flags & 1) != 0:
+                            length = _copy(ring, output, free, length, seen - free, RING, OUTPUT, LANES)
+                        tl.atomic_add(rule_events + tl.load(row), 1)
+                        mode = tl.load(row + 2)
+                        mark = tl.load(modes + 5 * mode)
+                        home = tl.load(modes + 5 * mode + 1)
+                        redact = home
+                        free = seen
+                        start = seen
+                        marker = 0
+                        if (flags & 2) != 0:
+                            seen = end
                             start = end
+                            ended = True
                             go = False
-                    pending = start
-                    kind_at = start
-                    rules_at = start
-                    state = tl.load(modes + 4 * mode + 2)
+                    else:
+                        start = end
+                        go = False
+                pending = start
+                redact_at = start
+                rules_at = start
+                state = tl.load(modes + 5 * mode + 2) + after
         if ended:
-            program = tl.load(modes + 4 * mode + 3)
+            program = tl.load(modes + 5 * mode + 3)
             if program >= 0:
                 pending, length = _run(
                     program,
@@ -456,9 +447,9 @@ def transduce(  # noqa: C901
         if state >= 0:
             tl.store(front, mode | (fresh << 16))
             tl.store(front + 1, mark)
-            tl.store(front + 2, kind)
+            tl.store(front + 2, redact)
             tl.store(front + 3, free)
-            tl.store(front + 4, kind_at)
+            tl.store(front + 4, redact_at)
             tl.store(front + 5, start)
             tl.store(front + 6, best)
             tl.store(front + 7, best_end)

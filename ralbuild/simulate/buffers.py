@@ -56,13 +56,13 @@ def table_buffers(tables: Tables) -> dict[str, Argument]:
         "mark_actions": _words(fst.mark_actions),
         "marker_rows": _words(fst.marker_rows),
         "mark_classes": fst.mark_classes,
-        "kind_class": _bytes(fst.kind_class),
-        "kind_next": _words(fst.kind_next),
-        "kind_final": _words(fst.kind_final),
+        "redact_class": _bytes(fst.redact_class),
+        "redact_next": _words(fst.redact_next),
+        "redact_final": _words(fst.redact_final),
         "accept_offsets": _words(fst.accept_off),
         "accept_rows": _words(fst.accept_rows),
-        "kind_rows": _words(fst.kind_rows),
-        "kind_classes": fst.kind_classes,
+        "redact_rows": _words(fst.redact_rows),
+        "redact_classes": fst.redact_classes,
     }
 
 

@@ -1,0 +1,257 @@
+"""Redactions to the automaton that finds them: literals, patterns and named kinds, leftmost-longest.
+
+The automaton is anchored: it follows one candidate from the place where it begins, and the executor reads
+again when that fails. So its states are those of a prefix tree, whatever the rules have in common: no
+rule is multiplied with another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ralbuild.config.letters import same_letters
+from ralbuild.config.regex import Node, width
+from ralbuild.contract.transducer_table import ACCEPT_LIMIT, DEAD, DONE, NO_CHECK, REDACT_BITS
+from ralbuild.fold.budget import Budget
+from ralbuild.fold.kinds import CHECKS, pattern_of
+from ralbuild.fold.modes import Mode
+from ralbuild.fold.patterns import DEAD as NO_NODE
+from ralbuild.fold.patterns import Dfa, Nfa
+from ralbuild.fold.rules import KindRule, Redaction
+
+_BROKEN = frozenset(range(0x80, 0x100))
+"""Symbols above ASCII of characters that are not word characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a redaction looks for.
+
+    Attributes:
+        pattern: a literal or a regular expression.
+        check: what must hold besides.
+        only_words: above ASCII it has word characters alone, so that a broken byte never begins one.
+    """
+
+    pattern: bytes | Node
+    ignore_case: bool
+    whole_word: bool
+    check: int = NO_CHECK
+    only_words: bool = False
+
+    def width(self) -> tuple[int, int]:
+        """Return the least and the most bytes that a match has."""
+        if not isinstance(self.pattern, bytes):
+            return width(self.pattern, ignore_case=self.ignore_case)
+        if not self.ignore_case:
+            return len(self.pattern), len(self.pattern)
+        sizes = [[len(letter.encode()) for letter in same_letters(char)] for char in self.pattern.decode()]
+        return sum(map(min, sizes)), sum(map(max, sizes))
+
+    def add_to(self, nfa: Nfa, number: int) -> int:
+        """Add the form to ``nfa`` as rule ``number``; return its start."""
+        first = len(nfa.edges)
+        start = nfa.add(number, self.pattern, ignore_case=self.ignore_case)
+        if self.only_words:
+            for edges in nfa.edges[first:]:
+                edges[:] = [(mask - _BROKEN, target) for mask, target in edges if mask - _BROKEN]
+        return start
+
+
+def form_of(rule: Redaction) -> Form:
+    """Return what a rule looks for."""
+    if isinstance(rule, KindRule):
+        return Form(pattern_of(rule.kind), rule.kind == "iban", True, CHECKS.get(rule.kind, NO_CHECK), True)
+    return Form(rule.pattern, rule.ignore_case, rule.whole_word)
+
+
+@dataclass(frozen=True, slots=True)
+class RedactionTable:
+    """See `ralbuild.contract.transducer_table.Front`.
+
+    Attributes:
+        next: packed entries, a row a state.
+        rows: (rule id, what is written instead).
+        starts: first state and first of ``rows``, per mode.
+        longest: bytes that a candidate may have.
+    """
+
+    classes: tuple[int, ...]
+    next: npt.NDArray[np.uint32]
+    final: tuple[int, ...]
+    accepts: tuple[tuple[int, ...], ...]
+    rows: tuple[tuple[int, bytes], ...]
+    starts: tuple[tuple[int, int] | None, ...]
+    longest: int
+
+
+def build_redactions(modes: tuple[Mode, ...], budget: Budget) -> RedactionTable:
+    """Build one automaton for all modes; what modes look for in common is there once.
+
+    Raises:
+        CompileError: when the table outgrows the budget or its own numbers; names the heaviest rules.
+    """
+    sets = tuple(dict.fromkeys(mode.redactions for mode in modes if mode.redactions))
+    numbers, forms = _number_forms(sets)
+    names = {
+        number: rule.shown
+        for rules, own in zip(sets, numbers, strict=True)
+        for rule, number in zip(rules, own, strict=True)
+    }
+    builder = _Builder(forms, [names[number] for number in range(len(forms))], budget)
+    rows: list[tuple[int, bytes]] = []
+    states: dict[tuple[int, ...], int] = {}
+    made: dict[tuple[Redaction, ...], tuple[int, int]] = {}
+    for rules, own in zip(sets, numbers, strict=True):
+        if own not in states:
+            states[own] = builder.add(own)
+        made[rules] = states[own], len(rows)
+        here = [(0, b"")] * len(forms)
+        for rule, number in zip(rules, own, strict=True):
+            here[number] = rule.id, rule.replacement or b""
+        rows += here
+    return RedactionTable(
+        tuple(builder.dfa.cls),
+        builder.table(),
+        tuple(last for last, _ in builder.ends) or (0,),
+        tuple(builder.accepts),
+        tuple(rows),
+        tuple(made.get(mode.redactions) for mode in modes),
+        max((form.width()[1] for form in forms), default=0),
+    )
+
+
+def _number_forms(sets: Sequence[tuple[Redaction, ...]]) -> tuple[list[tuple[int, ...]], list[Form]]:
+    """Number the forms so that in each set the numbers ascend, for the lower one wins a tie.
+
+    Sets share numbers, and so states, where that allows it: a form gets another number when it comes
+    before one that it followed elsewhere, or for the second time.
+    """
+    forms: list[Form] = []
+    known: dict[Form, list[int]] = {}
+    out = []
+    for rules in sets:
+        last = -1
+        own: list[int] = []
+        for rule in rules:
+            form = form_of(rule)
+            number = next((number for number in known.get(form, ()) if number > last), len(forms))
+            if number == len(forms):
+                forms.append(form)
+                known.setdefault(form, []).append(number)
+            own.append(number)
+            last = number
+        out.append(tuple(own))
+    return out, forms
+
+
+class _Builder:
+    """A state is (node of the patterns, whether the last character was a word character).
+
+    Attributes:
+        ends: per state, the lists of what may end in it when no word character follows, and when one does.
+        accepts: the lists by content.
+    """
+
+    def __init__(self, forms: list[Form], names: list[str], budget: Budget) -> None:
+        self.forms, self.names, self.budget = forms, names, budget
+        nfa = Nfa()
+        self.first: list[tuple[int, int]] = []
+        for number, form in enumerate(forms):
+            start = form.add_to(nfa, number)
+            self.first.append((start, nfa.without_word_start(start) if form.whole_word else start))
+        self.dfa = Dfa(nfa, [form.whole_word for form in forms])
+        self.ends: list[tuple[int, int]] = []
+        self.accepts: dict[tuple[int, ...], int] = {(): 0}
+        self._homes: list[int] = []
+        self._moves: list[tuple[int, tuple[int, ...], int]] = []
+        """(state, classes, entry without what may end before them)."""
+        self._targets: dict[tuple[int, bool], int] = {}
+        self._sides: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._queue: deque[tuple[int, int]] = deque()
+
+    def add(self, numbers: tuple[int, ...]) -> int:
+        """Append the automaton of some forms; return its first state. The state after a word follows it."""
+        home = len(self.ends)
+        self._homes.append(home)
+        self.ends += [(0, 0), (0, 0)]
+        for after in (0, 1):
+            node = self.dfa.node(self.first[number][after] for number in numbers)
+            if node != NO_NODE:
+                self._read(home + after, node)
+        while self._queue:
+            self._read(*self._queue.popleft())
+        return home
+
+    def _read(self, state: int, node: int) -> None:
+        for classes, target in self.dfa.groups(node):
+            for after_word, part in enumerate(self._by_word(classes)):
+                if part:
+                    key = target, bool(after_word)
+                    entry = self._targets.get(key)
+                    if entry is None:
+                        entry = self._targets[key] = self._entry(*key)
+                    self._moves.append((state, part, entry))
+
+    def _by_word(self, classes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Split classes into those of no word and those of a word."""
+        found = self._sides.get(classes)
+        if found is None:
+            word = self.dfa.class_is_word
+            sides = [tuple(klass for klass in classes if word[klass] == side) for side in (False, True)]
+            found = self._sides[classes] = sides[0], sides[1]
+        return found
+
+    def _entry(self, node: int, after_word: bool) -> int:
+        """Return the entry that leads to ``node``: a new state, unless nothing can follow there."""
+        ended = self.dfa.ended(node)
+        certain = [form for form in ended if not (after_word and self.forms[form].whole_word)]
+        unchecked = [form for form in certain if self.forms[form].check == NO_CHECK]
+        if unchecked and not self.dfa.goes_on(node):
+            later = [form for form in ended if form not in certain]  # needs a boundary, and may come first
+            if not later or unchecked[0] < later[0]:
+                return DONE | self._list(certain, after_word) << REDACT_BITS
+        state = len(self.ends)
+        self.ends.append((self._list(ended, after_word), self._list(certain, after_word)))
+        self._queue.append((state, node))
+        self.budget.check(self.dfa, self.names, states=len(self.ends), most=DONE)
+        return state
+
+    def _list(self, forms: Sequence[int], after_word: bool) -> int:
+        """Return the number of a list of accepts; nothing comes after a form that has no check."""
+        entries: list[int] = []
+        for form in forms:
+            check = self.forms[form].check
+            entries.append(form << 3 | check << 1 | after_word)
+            if check == NO_CHECK:
+                break
+        number = self.accepts.setdefault(tuple(entries), len(self.accepts))
+        if number >= ACCEPT_LIMIT:
+            found = f"more than {ACCEPT_LIMIT} ways for a redaction to end"
+            raise self.budget.exceeded(self.dfa, self.names, found)
+        return number
+
+    def table(self) -> npt.NDArray[np.uint32]:
+        """Return the packed entries of all states."""
+        word = np.array(self.dfa.class_is_word)
+        if not self.ends:
+            return np.zeros(len(word), np.uint32)
+        last, inside = np.array(self.ends, np.uint32).T
+        lists: npt.NDArray[np.uint32] = np.where(word[None, :], inside[:, None], last[:, None])
+        lists <<= np.uint32(REDACT_BITS)
+        out = lists | np.uint32(DEAD)
+        for home in self._homes:
+            out[home : home + 2] = home + word
+        sizes = [len(classes) for _, classes, _ in self._moves]
+        state = np.repeat([state for state, _, _ in self._moves], sizes)
+        entry = np.repeat(np.array([entry for _, _, entry in self._moves], np.uint32), sizes)
+        klass = np.fromiter(itertools.chain.from_iterable(part for _, part, _ in self._moves), np.int64)
+        out[state, klass] = np.where(entry < DONE, entry | lists[state, klass], entry)
+        self.budget.take(out.nbytes)
+        return out
