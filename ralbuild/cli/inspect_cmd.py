@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ralbuild.cli.options import stored_path
-from ralbuild.errors import ImageError
+from ralbuild.errors import ImageError, UsageError
 
 if TYPE_CHECKING:
     from ralbuild.image.facts import ImageFacts
     from ralbuild.image.reader import StoredImage
+    from ralbuild.supply.runtime_rules import Checked
 
 _BESIDE = {
     "https://sigstore.dev/cosign/sign/v1": "signature",
@@ -32,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "image", help="an OCI layout folder or an archive; oci: or archive: may stand before it"
     )
     parser.add_argument("--tag", default="", help="which image, when there are several")
+    parser.add_argument(
+        "--runtime-rules", type=Path, metavar="FILE", help="also show this signed file of the serving side"
+    )
+    parser.add_argument("--rules-key", type=Path, metavar="PUB", help="public key that must have signed it")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
 
@@ -41,8 +46,9 @@ def run(options: argparse.Namespace) -> int:
     from ralbuild.image.facts import stored_facts
     from ralbuild.image.reader import open_image
 
+    later = _runtime_rules(options)
     with open_image(stored_path(options.image), options.tag) as image:
-        answer = _answer(image, stored_facts(image))
+        answer = _answer(image, stored_facts(image), later)
     if options.html is not None:
         from ralbuild.cli.pages import inspect_page, write_page
 
@@ -51,10 +57,24 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(image: StoredImage, facts: ImageFacts) -> dict[str, Any]:
-    from ralbuild.contract.codec import to_plain
-    from ralbuild.image.boundary import trust_boundary
+def _runtime_rules(options: argparse.Namespace) -> Checked | None:
+    """Return the serving side's file; it is shown only when its signature holds."""
+    if (options.runtime_rules is None) != (options.rules_key is None):
+        missing = "--rules-key" if options.rules_key is None else "--runtime-rules"
+        raise UsageError("is missing: a file of rules needs the key that signed it", place=missing)
+    if options.runtime_rules is None:
+        return None
+    from ralbuild.signing import load_public_key
+    from ralbuild.supply.runtime_rules import open_signed
 
+    return open_signed(options.runtime_rules, load_public_key(options.rules_key))
+
+
+def _answer(image: StoredImage, facts: ImageFacts, later: Checked | None) -> dict[str, Any]:
+    from ralbuild.contract.codec import to_plain
+    from ralbuild.image.boundary import NO_RUNTIME_RULES, trust_boundary
+
+    said = later.summary if later is not None else NO_RUNTIME_RULES
     config, bundle = image.config.get("config") or {}, facts.bundle
     return {
         "name": image.name,
@@ -67,9 +87,10 @@ def _answer(image: StoredImage, facts: ImageFacts) -> dict[str, Any]:
             {"name": layer.name, "kind": layer.kind, "digest": layer.digest, "size": layer.size}
             for layer in image.layers
         ],
-        "boundary": to_plain(trust_boundary(facts)),
+        "boundary": to_plain(trust_boundary(facts, said)),
         "routes": to_plain(bundle.routes),
         "rules": to_plain(bundle.rules),
+        "runtime_rules": to_plain(later.rules.rules) if later is not None else None,
         "kernels": [
             {"name": kernel.name, "user": kernel.user, "archs": [item.arch for item in kernel.objects]}
             for kernel in bundle.kernels
@@ -130,6 +151,10 @@ def _text(answer: dict[str, Any]) -> Iterator[str]:
     yield from ("     any  default", "", f"compiled rules ({len(answer['rules'])})")
     for rule in answer["rules"]:
         yield text.cut(f"  {rule['kind']:<8} {rule['text']!r}  {rule['source']}, {rule['place']}", columns)
+    if answer["runtime_rules"] is not None:
+        yield from ("", f"rules of the serving side, after them ({len(answer['runtime_rules'])})")
+        for rule in answer["runtime_rules"]:
+            yield text.cut(f"  {rule['kind']:<8} {rule['text']!r}  {rule['place']}", columns)
     yield from ("", "kernels")
     kernels = [(item["name"], ", ".join(item["archs"])) for item in answer["kernels"]]
     yield from text.rows(kernels or [("none", "")], columns)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ralbuild.contract.codec import FormatError, parse_json
+from ralbuild.contract.codec import FormatError, pae, parse_json
 from ralbuild.contract.manifest import root_sha256
-from ralbuild.signing import PublicKey, pae, verify
+from ralbuild.signing import PublicKey, verify
 from ralbuild.weights.files import Folder, read_small
 from ralbuild.weights.findings import Findings
 
