@@ -172,6 +172,7 @@ def world(folder: Path, proxy: str = "haproxy", **changes: Any) -> Iterator[Worl
         "watch_seconds": 1,
         "on_crash": "old",
         "connections": 500,
+        "runtime_rules": False,
     }
     values |= changes
     settings = Settings(

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ralbuild.cli.options import stored_path
-from ralbuild.errors import ImageError, UsageError
+from ralbuild.cli.options import add_rules_options, signed_rules, stored_path
+from ralbuild.errors import ImageError
 
 if TYPE_CHECKING:
     from ralbuild.image.facts import ImageFacts
@@ -33,10 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "image", help="an OCI layout folder or an archive; oci: or archive: may stand before it"
     )
     parser.add_argument("--tag", default="", help="which image, when there are several")
-    parser.add_argument(
-        "--runtime-rules", type=Path, metavar="FILE", help="also show this signed file of the serving side"
-    )
-    parser.add_argument("--rules-key", type=Path, metavar="PUB", help="public key that must have signed it")
+    add_rules_options(parser, "also show this signed file of the serving side")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
 
@@ -46,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from ralbuild.image.facts import stored_facts
     from ralbuild.image.reader import open_image
 
-    later = _runtime_rules(options)
+    later = signed_rules(options)
     with open_image(stored_path(options.image), options.tag) as image:
         answer = _answer(image, stored_facts(image), later)
     if options.html is not None:
@@ -55,19 +52,6 @@ def run(options: argparse.Namespace) -> int:
         write_page(options.html, inspect_page(answer))
     print(json.dumps(answer, indent=2) if options.json else "\n".join(_text(answer)))
     return 0
-
-
-def _runtime_rules(options: argparse.Namespace) -> Checked | None:
-    """Return the serving side's file; it is shown only when its signature holds."""
-    if (options.runtime_rules is None) != (options.rules_key is None):
-        missing = "--rules-key" if options.rules_key is None else "--runtime-rules"
-        raise UsageError("is missing: a file of rules needs the key that signed it", place=missing)
-    if options.runtime_rules is None:
-        return None
-    from ralbuild.signing import load_public_key
-    from ralbuild.supply.runtime_rules import open_signed
-
-    return open_signed(options.runtime_rules, load_public_key(options.rules_key))
 
 
 def _answer(image: StoredImage, facts: ImageFacts, later: Checked | None) -> dict[str, Any]:

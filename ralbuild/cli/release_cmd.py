@@ -1,4 +1,4 @@
-"""`ralbuild release`: init, up, rollback, resume, undo, status and proxy."""
+"""`ralbuild release`: init, up, rollback, rules, resume, undo, status and proxy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ralbuild.cli.options import add_report_options, chosen_report
+from ralbuild.cli.options import add_report_options, add_rules_options, chosen_report, signed_rules
 from ralbuild.errors import GateError, UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--on-crash", choices=("old", "503"), default="old", help="who answers for a dead colour"
     )
+    add_rules_options(init, "signed rules of the serving side, for every image")
     init.add_argument("--no-start", action="store_true", help="only write and check the configuration")
     for name, text in (("up", "release an image"), ("rollback", "serve the image before")):
         verb = verbs.add_parser(name, parents=[shared], help=text)
@@ -70,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb.add_argument(
             "--dry-run", action="store_true", help="print the plan and check the proxy; change nothing"
         )
+    rules = verbs.add_parser("rules", parents=[shared], help="publish signed rules of the serving side")
+    rules.add_argument("rules", type=Path, metavar="FILE", help="what `ralbuild rules compile` wrote")
     verbs.add_parser("resume", parents=[shared], help="go on with a release that was interrupted")
     verbs.add_parser("undo", parents=[shared], help="go back from a release that was interrupted")
     verbs.add_parser("status", parents=[shared], help="show what serves")
@@ -79,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run one of the commands."""
-    commands = {"init": _init, "status": _status, "proxy": _proxy}
+    commands = {"init": _init, "status": _status, "proxy": _proxy, "rules": _rules}
     if options.what in commands:
         return commands[options.what](options)
     try:
@@ -91,8 +94,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _init(options: argparse.Namespace) -> int:
     from ralbuild.release.proxy import proxy_of
+    from ralbuild.release.runtime_rules import install
     from ralbuild.release.site import Site, default_settings
 
+    rules = signed_rules(options)
     blue, green = _ports(options.ports)
     settings = default_settings(
         proxy=options.proxy,
@@ -103,9 +108,12 @@ def _init(options: argparse.Namespace) -> int:
         park_seconds=_seconds(options.park, "--park"),
         watch_seconds=_seconds(options.watch, "--watch"),
         on_crash=options.on_crash,
+        runtime_rules=rules is not None,
     )
     site = Site.create(options.site, settings)
     with site.locked():
+        if rules is not None:
+            install(site, rules, options.rules_key)
         proxy = proxy_of(site)
         proxy.write_files()
         proxy.check()
@@ -268,6 +276,18 @@ def _proxy(options: argparse.Namespace) -> int:
     with site.locked():
         proxy = proxy_of(site)
         proxy.start() if options.do == "start" else proxy.stop()
+    return 0
+
+
+def _rules(options: argparse.Namespace) -> int:
+    from ralbuild.release.runtime_rules import publish
+    from ralbuild.release.site import Site
+
+    site = Site.open(options.site)
+    with site.locked():
+        found = publish(site, options.rules)
+    facts = {"sha256": found.sha256, "serial": found.rules.serial, "rules": len(found.rules.rules)}
+    print(json.dumps(facts) if options.json else found.summary)
     return 0
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import docker
 import openai
 import pytest
 from cli_support import ROOT
 from release_support import free_ports
+from supply_cases import make_key
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ralbuild"
 MODEL = CACHE / "models" / "smollm2-135m-instruct"
@@ -55,36 +60,87 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "m:1",
             "--quiet",
         )
+    for name in ("sign", "other"):
+        make_key(folder, name)
+    ralbuild(folder, "sign", "oci:one", "--key", "sign.key")
+    shutil.copytree(folder / "one", folder / "damaged", copy_function=os.link)
+    manifest = json.loads((folder / "one" / "index.json").read_text())["manifests"][0]["digest"]
+    blob = folder / "damaged" / "blobs" / manifest.replace(":", "/")
+    config = json.loads(blob.read_text())["config"]["digest"]
+    flip(folder / "damaged" / "blobs" / config.replace(":", "/"))
     return folder
+
+
+def flip(path: Path) -> None:
+    """Change one bit; other names of the file keep what it was."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def make_site(images: Path, folder: Path, *options: object) -> int:
+    """Set a site up; return the port that clients use."""
+    listen, blue, green = free_ports(3)
+    ralbuild(
+        images, "release", "init", "--site", folder, "--listen", f"127.0.0.1:{listen}",
+        "--ports", f"{blue},{green}", "--drain", 60, *options,
+    )  # fmt: skip
+    return listen
+
+
+def end_site(folder: Path) -> None:
+    pid = int((folder / "haproxy.pid").read_text())
+    os.kill(pid, signal.SIGTERM)
+    for box in containers(folder):
+        box.remove(force=True)
+
+
+def containers(folder: Path) -> list[Any]:
+    filters = {"label": f"io.ralbuild.release.site={folder}"}
+    return docker.from_env().containers.list(all=True, filters=filters)
 
 
 @pytest.fixture
 def site(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
     folder = tmp_path_factory.mktemp("s")
-    listen, blue, green = free_ports(3)
-    ralbuild(
-        images, "release", "init", "--site", folder, "--listen", f"127.0.0.1:{listen}",
-        "--ports", f"{blue},{green}", "--drain", 60, "--watch", 2,
-    )  # fmt: skip
-    yield folder, listen
-    pid = int((folder / "haproxy.pid").read_text())
-    os.kill(pid, signal.SIGTERM)
-    engine = docker.from_env()
-    for box in engine.containers.list(all=True, filters={"label": f"io.ralbuild.release.site={folder}"}):
-        image = box.image.id
-        box.remove(force=True)
-        engine.images.remove(image, force=True)
+    yield folder, make_site(images, folder, "--watch", 2)
+    end_site(folder)
+
+
+@pytest.fixture(scope="module")
+def serving(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
+    """A site with rules of the serving side on which the first image serves; no test here may change that."""
+    folder = tmp_path_factory.mktemp("serving")
+    write_rules(images, 1, "")
+    rules = ("--runtime-rules", "rules.json", "--rules-key", "sign.pub")
+    port = make_site(images, folder, "--watch", 30, *rules)
+    ralbuild(images, "release", "up", "oci:one", "--site", folder)
+    yield folder, port
+    end_site(folder)
+
+
+def write_rules(images: Path, serial: int, text: str) -> None:
+    (images / "runtime-rules.yaml").write_text(f'version: "0.3"\nserial: {serial}\n{text}')
+    ralbuild(images, "rules", "compile", "runtime-rules.yaml", "--key", "sign.key", "--out", "rules.json")
+
+
+def status_of(images: Path, folder: Path) -> dict[str, Any]:
+    return json.loads(ralbuild(images, "release", "status", "--site", folder, "--json"))
 
 
 class Clients:
-    """The real openai client, streaming and not, one request after the other until told to stop."""
+    """Four kinds of client, one request after the other until told to stop: the real openai client with long
+    and with short streams, the same on kept connections, and plain HTTP on a new connection each time."""
 
     def __init__(self, port: int) -> None:
         self.failures: list[str] = []
-        self.texts: list[tuple[float, str]] = []
+        self.answers: list[tuple[float, float, str]] = []
+        """Start, end and text of each answer."""
         self._stop = threading.Event()
         self._port = port
-        self._threads = [threading.Thread(target=self._run, args=(stream,)) for stream in (True, False)]
+        kinds = (self._long_stream, self._short_stream, self._kept, self._fresh)
+        self._threads = [threading.Thread(target=self._run, args=(kind,)) for kind in kinds]
 
     def __enter__(self) -> Clients:
         for thread in self._threads:
@@ -96,32 +152,68 @@ class Clients:
         for thread in self._threads:
             thread.join(120)
 
-    def _run(self, stream: bool) -> None:
+    @property
+    def texts(self) -> list[tuple[float, str]]:
+        return [(began, text) for began, _, text in self.answers]
+
+    @property
+    def longest(self) -> float:
+        return max(ended - began for began, ended, _ in self.answers)
+
+    def wait_for_one_after(self, moment: float) -> None:
+        while not any(began > moment for began, _, _ in self.answers):
+            assert time.monotonic() < moment + 60
+            time.sleep(0.1)
+
+    def _run(self, kind: Callable[[openai.OpenAI], str]) -> None:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{self._port}/v1", api_key="none", max_retries=0)
         while not self._stop.is_set():
             began = time.monotonic()
             try:
-                text = self._ask(client, stream)
+                text = kind(client)
             except Exception as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
+                self.failures.append(f"{kind.__name__}: {type(error).__name__}: {error}")
+                time.sleep(0.3)
                 continue
-            self.texts.append((began, text))
+            self.answers.append((began, time.monotonic(), text))
             time.sleep(0.3)  # the release under test has the same two cores
 
-    @staticmethod
-    def _ask(client: openai.OpenAI, stream: bool) -> str:
-        answer = client.chat.completions.create(
-            model="smollm2-135m-instruct",
-            messages=[{"role": "user", "content": QUESTION}],
-            temperature=0,
-            max_tokens=24,
-            stream=stream,
-        )
-        if not stream:
-            return answer.choices[0].message.content
-        chunks = list(answer)
-        assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    def _long_stream(self, client: openai.OpenAI) -> str:
+        return self._stream(client, 24)
+
+    def _short_stream(self, client: openai.OpenAI) -> str:
+        return self._stream(client, 3)
+
+    def _kept(self, client: openai.OpenAI) -> str:
+        return str(client.chat.completions.create(**ask(3), stream=False).choices[0].message.content)
+
+    def _fresh(self, _: openai.OpenAI) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        try:
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", json.dumps(ask(24)), headers)
+            response = connection.getresponse()
+            body = response.read()
+            assert response.status == 200, body[:200]
+            return str(json.loads(body)["choices"][0]["message"]["content"])
+        finally:
+            connection.close()
+
+    def _stream(self, client: openai.OpenAI, tokens: int) -> str:
+        chunks = list(client.chat.completions.create(**ask(tokens), stream=True))
+        # The client hides [DONE]; a stream that was cut has no reason to have finished.
+        assert chunks[-1].choices[0].finish_reason in ("stop", "length"), chunks[-1:]
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def ask(tokens: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": QUESTION}]
+    return {"model": "smollm2-135m-instruct", "messages": messages, "temperature": 0, "max_tokens": tokens}
+
+
+def say(port: int) -> str:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    return str(client.chat.completions.create(**ask(24)).choices[0].message.content)
 
 
 def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(images: Path, site) -> None:
@@ -138,20 +230,115 @@ def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(imag
         assert "golden golden-1" in said
         assert ralbuild(images, "release", "up", "oci:two", "--site", folder) == "green serves"
         switched = time.monotonic()
-        deadline = switched + 60
-        while not any(began > switched for began, _ in clients.texts):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        clients.wait_for_one_after(switched)
         assert ralbuild(images, "release", "rollback", "--site", folder, "--probes", golden) == "blue serves"
         back = time.monotonic()
-        while not any(began > back for began, _ in clients.texts):
-            assert time.monotonic() < back + 60
-            time.sleep(0.1)
+        clients.wait_for_one_after(back)
     assert clients.failures == []
-    new = {text for began, text in clients.texts if switched < began < switched + 0.5}
+    new = {text for began, text in clients.texts if switched < began < switched + 0.5 and len(text) > 40}
     assert all("<b>company</b>" in text for text in new)
     assert all("<b>company</b>" not in text for began, text in clients.texts if began > back)
-    status = json.loads(ralbuild(images, "release", "status", "--site", folder, "--json"))
+    status = status_of(images, folder)
     assert status["active"] == status["proxy"]["sends_to"] == "blue"
     assert [row["status"] for row in status["colours"]] == ["running", "exited"]
-    print(f"{len(clients.texts)} requests, 0 failed")
+    print(f"{len(clients.answers)} requests, 0 failed, the longest took {clients.longest:.1f} s")
+
+
+def test_in_place_two_switches_and_a_rollback_fail_no_request(images: Path, site) -> None:
+    folder, port = site
+    in_place = ("--site", folder, "--mode", "in-place")
+    ralbuild(images, "release", "up", "oci:one", "--site", folder)
+    with Clients(port) as clients:
+        for image, colour in (("oci:two", "green"), ("oci:one", "blue")):
+            assert ralbuild(images, "release", "up", image, *in_place) == f"{colour} serves"
+            clients.wait_for_one_after(time.monotonic())
+            assert [box.status for box in containers(folder)].count("running") == 1
+        assert ralbuild(images, "release", "rollback", *in_place) == "green serves"
+        back = time.monotonic()
+        clients.wait_for_one_after(back)
+    assert clients.failures == []
+    assert all("<b>company</b>" in text for began, text in clients.texts if began > back and len(text) > 40)
+    print(f"{len(clients.answers)} requests, 0 failed, the longest wait was {clients.longest:.1f} s")
+
+
+def broken(image: str, change: str) -> str:
+    """Return the name of an image that differs from ``image`` in one line of its config."""
+    engine = docker.from_env()
+    box = engine.containers.create(image)
+    name = f"broken-{change.split()[0].lower()}"
+    box.commit(name, "1", changes=[change])
+    box.remove()
+    return f"docker:{name}:1"
+
+
+def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, serving) -> None:
+    folder, port = serving
+    (old,) = containers(folder)
+    hole = images / "hole.yaml"
+    guardrail = f'{{name: company, prompt: "{QUESTION}", max_tokens: 24, absent: ["<b>company</b>"]}}'
+    hole.write_text(f"guardrails: [{guardrail}]\n")
+    zero = "sha256:" + "0" * 64
+    cases: list[tuple[str, tuple[object, ...], str]] = [
+        ("oci:two", ("--probes", hole), "guardrail company: the answer holds absent[0]"),
+        ("oci:two", ("--ready-timeout", 1), "not ready after 1 s"),
+        (broken(old.image.id, f"ENV RAL_BUNDLE_SHA256={zero}"), (), "ended with status 80"),
+        (broken(old.image.id, f"LABEL io.ralbuild.bundle={zero}"), (), f"needs {zero}"),
+        ("oci:one", ("--key", "other.pub"), "signature"),
+        ("oci:damaged", ("--key", "sign.pub"), "nothing was changed"),
+    ]
+    with Clients(port) as clients:
+        for image, options, needle in cases:
+            said = ralbuild(images, "release", "up", image, "--site", folder, *options, code=8)
+            assert needle in said, (image, options)
+            assert [box.id for box in containers(folder)] == [old.id]
+            status = status_of(images, folder)
+            assert (status["active"], status["proxy"]["sends_to"], status["interrupted"]) == (
+                "blue",
+                "blue",
+                None,
+            )
+        clients.wait_for_one_after(time.monotonic())
+    assert clients.failures == []
+    assert not any("<b>company</b>" in text for _, text in clients.texts)
+
+
+def test_a_colour_that_is_killed_after_the_switch_is_rolled_back(images: Path, serving) -> None:
+    folder, port = serving
+    command = [*RALBUILD, "release", "up", "oci:two", "--site", str(folder)]
+    with Clients(port) as clients:
+        release = subprocess.Popen(
+            command, cwd=images, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        while "active be_green" not in (folder / "state.map").read_text():
+            assert release.poll() is None
+            time.sleep(0.02)
+        clients.wait_for_one_after(time.monotonic())
+        (new,) = [box for box in containers(folder) if box.labels["io.ralbuild.release.colour"] == "green"]
+        new.kill()
+        _, said = release.communicate(timeout=120)
+        back = time.monotonic()
+        assert release.returncode == 9, said
+        clients.wait_for_one_after(back)
+    # At most what was in flight, one request of each client, while the old colour is there to take over.
+    assert len(clients.failures) <= 4, clients.failures
+    assert "ended with status" in said
+    assert all("<b>company</b>" not in text for began, text in clients.texts if began > back)
+    assert status_of(images, folder)["active"] == "blue"
+    assert len(containers(folder)) == 1
+
+
+def test_rules_of_the_serving_side_are_published_to_what_serves(images: Path, serving) -> None:
+    folder, port = serving
+    before = say(port)
+    word = max(re.findall("[A-Za-z]+", re.sub("<[^>]*>", "", before)), key=len)
+    write_rules(images, 2, f"redact: [{{text: {word}, with: '***'}}]\n")
+    said = ralbuild(images, "release", "rules", "rules.json", "--site", folder)
+    assert "1 redact; serial 2" in said
+    assert say(port) == re.sub(f"(?i){word}", "***", before)
+    write_rules(images, 1, "")
+    assert "serial 1, 2 is in force" in ralbuild(
+        images, "release", "rules", "rules.json", "--site", folder, code=2
+    )
+    write_rules(images, 3, "")
+    ralbuild(images, "release", "rules", "rules.json", "--site", folder)
+    assert say(port) == before
