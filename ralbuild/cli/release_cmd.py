@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ralbuild.cli.options import add_report_options, add_rules_options, chosen_report, signed_rules
-from ralbuild.errors import GateError, UsageError
+from ralbuild.errors import UsageError
 
 if TYPE_CHECKING:
     from ralbuild.release.journal import Plan
     from ralbuild.release.planning import Wishes
-    from ralbuild.release.source import Source
-    from ralbuild.report import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 action="append",
                 default=[],
                 metavar="PUB",
-                help="must have signed it; for oci:DIR",
+                help="must have signed it; for a layout, an archive or a registry",
             )
         verb.add_argument("--mode", choices=("auto", "blue-green", "in-place"), default="auto")
         verb.add_argument(
@@ -119,7 +117,7 @@ def _init(options: argparse.Namespace) -> int:
         proxy.check()
         if not options.no_start:
             proxy.start()
-    print(json.dumps({"site": str(site.folder)}) if options.json else site.folder)
+    print(json.dumps({"site": str(site.folder)}) if options.json else options.site)
     return 0
 
 
@@ -129,6 +127,7 @@ def _release(options: argparse.Namespace) -> int:
     from ralbuild.release.machine import Release
     from ralbuild.release.planning import plan_rollback, plan_up
     from ralbuild.release.proxy import proxy_of
+    from ralbuild.release.signed import check_signature
     from ralbuild.release.site import Site
     from ralbuild.release.source import fetch, parse_source
 
@@ -145,7 +144,8 @@ def _release(options: argparse.Namespace) -> int:
             host = Engine("release")
             if source is not None:
                 if options.key:
-                    _check_signature(source, options.key, report)
+                    with report.stage("verify") as stage:
+                        stage.summary = check_signature(source, options.key)
                 with report.stage("load") as stage:
                     found = fetch(source, host)
                     stage.summary = f"{source.reference}, {found.image[:19]}"
@@ -165,29 +165,6 @@ def _release(options: argparse.Namespace) -> int:
             serving = journal.plan.colour
     print(json.dumps({"serving": serving}) if options.json else f"{serving} serves")
     return 0
-
-
-def _check_signature(source: Source, keys: list[Path], report: Report) -> None:
-    """Check signature and every byte before anything is loaded.
-
-    Raises:
-        GateError: naming what does not hold.
-    """
-    from ralbuild.image.reader import open_image
-    from ralbuild.signing import load_public_key
-    from ralbuild.supply.verify_image import verify_image
-
-    if source.kind != "oci":
-        hint = "release the layout: signatures lie beside the image there"
-        raise UsageError(f"cannot be checked in {source.reference}", place="--key", hint=hint)
-    with report.stage("verify") as stage, open_image(Path(source.place), source.name) as image:
-        checks = verify_image(image, tuple(load_public_key(key) for key in keys), frozenset(("signature",)))
-        bad = [check for check in checks if not check.good]
-        if bad:
-            raise GateError(
-                f"{bad[0].name}: {bad[0].detail}", place=source.reference, hint="nothing was changed"
-            )
-        stage.summary = f"{len(checks)} checks"
 
 
 def _wishes(options: argparse.Namespace) -> Wishes:

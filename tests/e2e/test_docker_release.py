@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
@@ -10,18 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import docker
-import openai
 import pytest
 from cli_support import ROOT
 from release_support import free_ports
 from supply_cases import make_key
+
+from benchmarks.traffic import Traffic
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ralbuild"
 MODEL = CACHE / "models" / "smollm2-135m-instruct"
@@ -129,91 +128,12 @@ def status_of(images: Path, folder: Path) -> dict[str, Any]:
     return json.loads(ralbuild(images, "release", "status", "--site", folder, "--json"))
 
 
-class Clients:
-    """Four kinds of client, one request after the other until told to stop: the real openai client with long
-    and with short streams, the same on kept connections, and plain HTTP on a new connection each time."""
-
-    def __init__(self, port: int) -> None:
-        self.failures: list[str] = []
-        self.answers: list[tuple[float, float, str]] = []
-        """Start, end and text of each answer."""
-        self._stop = threading.Event()
-        self._port = port
-        kinds = (self._long_stream, self._short_stream, self._kept, self._fresh)
-        self._threads = [threading.Thread(target=self._run, args=(kind,)) for kind in kinds]
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
-
-    @property
-    def texts(self) -> list[tuple[float, str]]:
-        return [(began, text) for began, _, text in self.answers]
-
-    @property
-    def longest(self) -> float:
-        return max(ended - began for began, ended, _ in self.answers)
-
-    def wait_for_one_after(self, moment: float) -> None:
-        while not any(began > moment for began, _, _ in self.answers):
-            assert time.monotonic() < moment + 60
-            time.sleep(0.1)
-
-    def _run(self, kind: Callable[[openai.OpenAI], str]) -> None:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{self._port}/v1", api_key="none", max_retries=0)
-        while not self._stop.is_set():
-            began = time.monotonic()
-            try:
-                text = kind(client)
-            except Exception as error:
-                self.failures.append(f"{kind.__name__}: {type(error).__name__}: {error}")
-                time.sleep(0.3)
-                continue
-            self.answers.append((began, time.monotonic(), text))
-            time.sleep(0.3)  # the release under test has the same two cores
-
-    def _long_stream(self, client: openai.OpenAI) -> str:
-        return self._stream(client, 24)
-
-    def _short_stream(self, client: openai.OpenAI) -> str:
-        return self._stream(client, 3)
-
-    def _kept(self, client: openai.OpenAI) -> str:
-        return str(client.chat.completions.create(**ask(3), stream=False).choices[0].message.content)
-
-    def _fresh(self, _: openai.OpenAI) -> str:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
-        try:
-            headers = {"content-type": "application/json"}
-            connection.request("POST", "/v1/chat/completions", json.dumps(ask(24)), headers)
-            response = connection.getresponse()
-            body = response.read()
-            assert response.status == 200, body[:200]
-            return str(json.loads(body)["choices"][0]["message"]["content"])
-        finally:
-            connection.close()
-
-    def _stream(self, client: openai.OpenAI, tokens: int) -> str:
-        chunks = list(client.chat.completions.create(**ask(tokens), stream=True))
-        # The client hides [DONE]; a stream that was cut has no reason to have finished.
-        assert chunks[-1].choices[0].finish_reason in ("stop", "length"), chunks[-1:]
-        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+def traffic(port: int) -> Traffic:
+    return Traffic(port, "smollm2-135m-instruct", QUESTION)
 
 
-def ask(tokens: int) -> dict[str, Any]:
-    messages = [{"role": "user", "content": QUESTION}]
-    return {"model": "smollm2-135m-instruct", "messages": messages, "temperature": 0, "max_tokens": tokens}
-
-
-def say(port: int) -> str:
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    return str(client.chat.completions.create(**ask(24)).choices[0].message.content)
+def long_texts(clients: Traffic, after: float = 0) -> set[str]:
+    return {answer.text for answer in clients.answers if answer.is_long and answer.began > after}
 
 
 def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(images: Path, site) -> None:
@@ -224,20 +144,20 @@ def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(imag
     golden = images / "golden.yaml"
     golden.unlink(missing_ok=True)
     ralbuild(images, "probe", "--url", f"http://127.0.0.1:{port}", "--record", golden, "--prompt", QUESTION)
-    with Clients(port) as clients:
+    with traffic(port) as clients:
         # The recorded answer is the old rule's: with it as gate, the changed rule may not pass.
         said = ralbuild(images, "release", "up", "oci:two", "--site", folder, "--probes", golden, code=8)
         assert "golden golden-1" in said
         assert ralbuild(images, "release", "up", "oci:two", "--site", folder) == "green serves"
         switched = time.monotonic()
-        clients.wait_for_one_after(switched)
+        clients.wait_after(switched)
         assert ralbuild(images, "release", "rollback", "--site", folder, "--probes", golden) == "blue serves"
         back = time.monotonic()
-        clients.wait_for_one_after(back)
+        clients.wait_after(back)
     assert clients.failures == []
-    new = {text for began, text in clients.texts if switched < began < switched + 0.5 and len(text) > 40}
-    assert all("<b>company</b>" in text for text in new)
-    assert all("<b>company</b>" not in text for began, text in clients.texts if began > back)
+    (old, new) = sorted(long_texts(clients), key=lambda text: "<b>company</b>" in text)
+    assert "<b>company</b>" in new
+    assert long_texts(clients, after=back) <= {old}
     status = status_of(images, folder)
     assert status["active"] == status["proxy"]["sends_to"] == "blue"
     assert [row["status"] for row in status["colours"]] == ["running", "exited"]
@@ -248,16 +168,16 @@ def test_in_place_two_switches_and_a_rollback_fail_no_request(images: Path, site
     folder, port = site
     in_place = ("--site", folder, "--mode", "in-place")
     ralbuild(images, "release", "up", "oci:one", "--site", folder)
-    with Clients(port) as clients:
+    with traffic(port) as clients:
         for image, colour in (("oci:two", "green"), ("oci:one", "blue")):
             assert ralbuild(images, "release", "up", image, *in_place) == f"{colour} serves"
-            clients.wait_for_one_after(time.monotonic())
+            clients.wait_after(time.monotonic())
             assert [box.status for box in containers(folder)].count("running") == 1
         assert ralbuild(images, "release", "rollback", *in_place) == "green serves"
         back = time.monotonic()
-        clients.wait_for_one_after(back)
+        clients.wait_after(back)
     assert clients.failures == []
-    assert all("<b>company</b>" in text for began, text in clients.texts if began > back and len(text) > 40)
+    assert all("<b>company</b>" in text for text in long_texts(clients, after=back))
     print(f"{len(clients.answers)} requests, 0 failed, the longest wait was {clients.longest:.1f} s")
 
 
@@ -286,7 +206,7 @@ def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, s
         ("oci:one", ("--key", "other.pub"), "signature"),
         ("oci:damaged", ("--key", "sign.pub"), "nothing was changed"),
     ]
-    with Clients(port) as clients:
+    with traffic(port) as clients:
         for image, options, needle in cases:
             said = ralbuild(images, "release", "up", image, "--site", folder, *options, code=8)
             assert needle in said, (image, options)
@@ -297,48 +217,48 @@ def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, s
                 "blue",
                 None,
             )
-        clients.wait_for_one_after(time.monotonic())
+        clients.wait_after(time.monotonic())
     assert clients.failures == []
-    assert not any("<b>company</b>" in text for _, text in clients.texts)
+    assert not any("<b>company</b>" in text for text in long_texts(clients))
 
 
 def test_a_colour_that_is_killed_after_the_switch_is_rolled_back(images: Path, serving) -> None:
     folder, port = serving
     command = [*RALBUILD, "release", "up", "oci:two", "--site", str(folder)]
-    with Clients(port) as clients:
+    with traffic(port) as clients:
         release = subprocess.Popen(
             command, cwd=images, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         while "active be_green" not in (folder / "state.map").read_text():
             assert release.poll() is None
             time.sleep(0.02)
-        clients.wait_for_one_after(time.monotonic())
+        clients.wait_after(time.monotonic())
         (new,) = [box for box in containers(folder) if box.labels["io.ralbuild.release.colour"] == "green"]
         new.kill()
         _, said = release.communicate(timeout=120)
         back = time.monotonic()
         assert release.returncode == 9, said
-        clients.wait_for_one_after(back)
+        clients.wait_after(back)
     # At most what was in flight, one request of each client, while the old colour is there to take over.
     assert len(clients.failures) <= 4, clients.failures
     assert "ended with status" in said
-    assert all("<b>company</b>" not in text for began, text in clients.texts if began > back)
+    assert all("<b>company</b>" not in text for text in long_texts(clients, after=back))
     assert status_of(images, folder)["active"] == "blue"
     assert len(containers(folder)) == 1
 
 
 def test_rules_of_the_serving_side_are_published_to_what_serves(images: Path, serving) -> None:
     folder, port = serving
-    before = say(port)
+    before = traffic(port).ask()
     word = max(re.findall("[A-Za-z]+", re.sub("<[^>]*>", "", before)), key=len)
     write_rules(images, 2, f"redact: [{{text: {word}, with: '***'}}]\n")
     said = ralbuild(images, "release", "rules", "rules.json", "--site", folder)
     assert "1 redact; serial 2" in said
-    assert say(port) == re.sub(f"(?i){word}", "***", before)
+    assert traffic(port).ask() == re.sub(f"(?i){word}", "***", before)
     write_rules(images, 1, "")
     assert "serial 1, 2 is in force" in ralbuild(
         images, "release", "rules", "rules.json", "--site", folder, code=2
     )
     write_rules(images, 3, "")
     ralbuild(images, "release", "rules", "rules.json", "--site", folder)
-    assert say(port) == before
+    assert traffic(port).ask() == before
