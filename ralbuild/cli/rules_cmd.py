@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,10 +96,17 @@ def _facts(checked: Checked) -> dict[str, Any]:
     }
 
 
-def _lines(checked: Checked) -> list[str]:
+def _lines(checked: Checked) -> Iterator[str]:
     from ralbuild.cli import text
 
     columns, rules = text.width(), checked.rules
-    lines = [checked.summary]
-    lines += [text.cut(f"  {rule.kind:<8} {rule.text!r}  {rule.place}", columns) for rule in rules.rules]
-    return lines
+    facts = [
+        ("serial", str(rules.serial)),
+        ("signed by", checked.key[:16]),
+        ("payload", text.digest(f"sha256:{checked.sha256}", columns)),
+        ("held back", f"at most {checked.machine.table.max_held} bytes"),
+    ]
+    yield from text.rows(facts, columns, 0)
+    yield from ("", f"rules ({len(rules.rules)})")
+    for rule in rules.rules:
+        yield text.cut(f"  {rule.kind:<8} {rule.text!r}  {rule.place}", columns)

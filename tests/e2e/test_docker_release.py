@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cli_support import ROOT
 from release_support import free_ports
 from supply_cases import make_key
 
+from benchmarks.image import registry
 from benchmarks.traffic import Traffic
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ralbuild"
@@ -27,6 +29,8 @@ MODEL = CACHE / "models" / "smollm2-135m-instruct"
 RALBUILD = [sys.executable, "-m", "ralbuild.cli.main"]
 CONFIG = ROOT / "tests" / "e2e" / "guardrails.yaml"
 QUESTION = "What does a compliance audit check? Answer in one sentence."
+
+BROKEN = "ralbuild-test/broken"
 
 pytestmark = [pytest.mark.real_model, pytest.mark.docker]
 
@@ -37,6 +41,13 @@ def ralbuild(folder: Path, *arguments: object, code: int = 0) -> str:
     )
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     return done.stdout.strip() if code == 0 else done.stderr
+
+
+@dataclass(frozen=True)
+class Site:
+    folder: Path
+    ports: list[int]
+    """Of the clients, of blue and of green."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +72,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     for name in ("sign", "other"):
         make_key(folder, name)
-    ralbuild(folder, "sign", "oci:one", "--key", "sign.key")
+    for name in ("one", "two"):
+        ralbuild(folder, "sign", f"oci:{name}", "--key", "sign.key")
     shutil.copytree(folder / "one", folder / "damaged", copy_function=os.link)
     manifest = json.loads((folder / "one" / "index.json").read_text())["manifests"][0]["digest"]
     blob = folder / "damaged" / "blobs" / manifest.replace(":", "/")
@@ -78,21 +90,13 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def make_site(images: Path, folder: Path, *options: object) -> int:
-    """Set a site up; return the port that clients use."""
-    listen, blue, green = free_ports(3)
+def init(images: Path, folder: Path, ports: list[int], watch: int) -> None:
+    write_rules(images, 1, "")
     ralbuild(
-        images, "release", "init", "--site", folder, "--listen", f"127.0.0.1:{listen}",
-        "--ports", f"{blue},{green}", "--drain", 60, *options,
+        images, "release", "init", "--site", folder, "--listen", f"127.0.0.1:{ports[0]}",
+        "--ports", f"{ports[1]},{ports[2]}", "--drain", 60, "--watch", watch,
+        "--runtime-rules", "rules.json", "--rules-key", "sign.pub",
     )  # fmt: skip
-    return listen
-
-
-def end_site(folder: Path) -> None:
-    pid = int((folder / "haproxy.pid").read_text())
-    os.kill(pid, signal.SIGTERM)
-    for box in containers(folder):
-        box.remove(force=True)
 
 
 def containers(folder: Path) -> list[Any]:
@@ -100,23 +104,29 @@ def containers(folder: Path) -> list[Any]:
     return docker.from_env().containers.list(all=True, filters=filters)
 
 
-@pytest.fixture
-def site(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
-    folder = tmp_path_factory.mktemp("s")
-    yield folder, make_site(images, folder, "--watch", 2)
-    end_site(folder)
+def running(folder: Path) -> list[Any]:
+    return [box for box in containers(folder) if box.status == "running"]
 
 
 @pytest.fixture(scope="module")
-def serving(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
-    """A site with rules of the serving side on which the first image serves; no test here may change that."""
-    folder = tmp_path_factory.mktemp("serving")
-    write_rules(images, 1, "")
-    rules = ("--runtime-rules", "rules.json", "--rules-key", "sign.pub")
-    port = make_site(images, folder, "--watch", 30, *rules)
-    ralbuild(images, "release", "up", "oci:one", "--site", folder)
-    yield folder, port
-    end_site(folder)
+def site(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A site on which the first image serves. A test that changes this has to be the last one."""
+    found = Site(tmp_path_factory.mktemp("s"), free_ports(3))
+    init(images, found.folder, found.ports, watch=2)
+    plan = json.loads(
+        ralbuild(images, "release", "up", "oci:one", "--site", found.folder, "--dry-run", "--json")
+    )
+    assert (plan["colour"], plan["old"], plan["mode"]) == ("blue", "", "blue-green")
+    assert ralbuild(images, "release", "up", "oci:one", "--site", found.folder, "--quiet") == "blue serves"
+    yield found
+    ralbuild(images, "release", "proxy", "stop", "--site", found.folder)
+    boxes, engine = containers(found.folder), docker.from_env()
+    names = {box.image.id for box in boxes} | {f"{BROKEN}:{what}" for what in ("env", "label")}
+    for box in boxes:
+        box.remove(force=True)
+    for name in names:
+        with contextlib.suppress(docker.errors.ImageNotFound):
+            engine.images.remove(name, force=True)
 
 
 def write_rules(images: Path, serial: int, text: str) -> None:
@@ -136,11 +146,8 @@ def long_texts(clients: Traffic, after: float = 0) -> set[str]:
     return {answer.text for answer in clients.answers if answer.is_long and answer.began > after}
 
 
-def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(images: Path, site) -> None:
-    folder, port = site
-    plan = json.loads(ralbuild(images, "release", "up", "oci:one", "--site", folder, "--dry-run", "--json"))
-    assert (plan["colour"], plan["old"], plan["mode"]) == ("blue", "", "blue-green")
-    assert ralbuild(images, "release", "up", "oci:one", "--site", folder, "--quiet") == "blue serves"
+def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(images: Path, site: Site) -> None:
+    folder, port = site.folder, site.ports[0]
     golden = images / "golden.yaml"
     golden.unlink(missing_ok=True)
     ralbuild(images, "probe", "--url", f"http://127.0.0.1:{port}", "--record", golden, "--prompt", QUESTION)
@@ -164,36 +171,42 @@ def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(imag
     print(f"{len(clients.answers)} requests, 0 failed, the longest took {clients.longest:.1f} s")
 
 
-def test_in_place_two_switches_and_a_rollback_fail_no_request(images: Path, site) -> None:
-    folder, port = site
-    in_place = ("--site", folder, "--mode", "in-place")
-    ralbuild(images, "release", "up", "oci:one", "--site", folder)
-    with traffic(port) as clients:
-        for image, colour in (("oci:two", "green"), ("oci:one", "blue")):
-            assert ralbuild(images, "release", "up", image, *in_place) == f"{colour} serves"
-            clients.wait_after(time.monotonic())
-            assert [box.status for box in containers(folder)].count("running") == 1
-        assert ralbuild(images, "release", "rollback", *in_place) == "green serves"
-        back = time.monotonic()
-        clients.wait_after(back)
-    assert clients.failures == []
-    assert all("<b>company</b>" in text for text in long_texts(clients, after=back))
-    print(f"{len(clients.answers)} requests, 0 failed, the longest wait was {clients.longest:.1f} s")
-
-
 def broken(image: str, change: str) -> str:
     """Return the name of an image that differs from ``image`` in one line of its config."""
     engine = docker.from_env()
     box = engine.containers.create(image)
-    name = f"broken-{change.split()[0].lower()}"
-    box.commit(name, "1", changes=[change])
+    kind = change.split()[0].lower()
+    box.commit(BROKEN, kind, changes=[change])
     box.remove()
-    return f"docker:{name}:1"
+    return f"docker:{BROKEN}:{kind}"
 
 
-def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, serving) -> None:
-    folder, port = serving
-    (old,) = containers(folder)
+def test_the_image_is_what_a_tool_of_others_wants_of_it(site: Site, tmp_path: Path) -> None:
+    (box,) = running(site.folder)
+    config = Path(__file__).with_name("structure.yaml")
+    tool = Path(sys.executable).with_name("container-structure-test")
+
+    def run(path: Path) -> subprocess.CompletedProcess[str]:
+        command = [tool, "test", "--image", box.image.id, "--config", path]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run(config)
+    assert done.returncode == 0, done.stdout
+    planted = tmp_path / "structure.yaml"
+    plain = config.read_text()
+    planted.write_text(
+        plain.replace('user: "65532:65532"', "user: root").replace(
+            "shouldExist: false", "shouldExist: true", 1
+        )
+    )
+    failed = run(planted)
+    assert failed.returncode != 0
+    assert re.search(r"Failures: +2\b", failed.stdout)
+
+
+def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, site: Site) -> None:
+    folder, port = site.folder, site.ports[0]
+    (old,) = running(folder)
     hole = images / "hole.yaml"
     guardrail = f'{{name: company, prompt: "{QUESTION}", max_tokens: 24, absent: ["<b>company</b>"]}}'
     hole.write_text(f"guardrails: [{guardrail}]\n")
@@ -222,8 +235,9 @@ def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, s
     assert not any("<b>company</b>" in text for text in long_texts(clients))
 
 
-def test_a_colour_that_is_killed_after_the_switch_is_rolled_back(images: Path, serving) -> None:
-    folder, port = serving
+def test_a_colour_that_is_killed_after_the_switch_is_rolled_back(images: Path, site: Site) -> None:
+    folder, port = site.folder, site.ports[0]
+    init(images, folder, site.ports, watch=30)  # it is killed while it is watched
     command = [*RALBUILD, "release", "up", "oci:two", "--site", str(folder)]
     with traffic(port) as clients:
         release = subprocess.Popen(
@@ -247,8 +261,8 @@ def test_a_colour_that_is_killed_after_the_switch_is_rolled_back(images: Path, s
     assert len(containers(folder)) == 1
 
 
-def test_rules_of_the_serving_side_are_published_to_what_serves(images: Path, serving) -> None:
-    folder, port = serving
+def test_rules_of_the_serving_side_are_published_to_what_serves(images: Path, site: Site) -> None:
+    folder, port = site.folder, site.ports[0]
     before = traffic(port).ask()
     word = max(re.findall("[A-Za-z]+", re.sub("<[^>]*>", "", before)), key=len)
     write_rules(images, 2, f"redact: [{{text: {word}, with: '***'}}]\n")
@@ -262,3 +276,24 @@ def test_rules_of_the_serving_side_are_published_to_what_serves(images: Path, se
     write_rules(images, 3, "")
     ralbuild(images, "release", "rules", "rules.json", "--site", folder)
     assert traffic(port).ask() == before
+
+
+def test_in_place_two_switches_and_a_rollback_fail_no_request(images: Path, site: Site) -> None:
+    """The second image comes from Debian's registry by its digest, with its signature checked there."""
+    folder, port = site.folder, site.ports[0]
+    options = ("--site", folder, "--mode", "in-place")
+    with registry(images, "registry") as host, traffic(port) as clients:
+        digest = ralbuild(images, "push", "oci:two", f"registry:{host}/team/m", "--quiet")
+        two = (f"{host}/team/m@{digest}", "--key")
+        refused = ralbuild(images, "release", "up", *two, "other.pub", *options, code=8)
+        assert "signature: none by a key that was given" in refused
+        for image, colour in (((*two, "sign.pub"), "green"), (("oci:one",), "blue")):
+            assert ralbuild(images, "release", "up", *image, *options) == f"{colour} serves"
+            clients.wait_after(time.monotonic())
+            assert len(running(folder)) == 1
+        assert ralbuild(images, "release", "rollback", *options) == "green serves"
+        back = time.monotonic()
+        clients.wait_after(back)
+    assert clients.failures == []
+    assert all("<b>company</b>" in text for text in long_texts(clients, after=back))
+    print(f"{len(clients.answers)} requests, 0 failed, the longest wait was {clients.longest:.1f} s")
