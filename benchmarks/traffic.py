@@ -88,6 +88,11 @@ class Traffic:
                 raise TimeoutError(f"no answer within {seconds:.0f} s; failures: {self.failures[-3:]}")
             time.sleep(0.1)
 
+    def wait_for(self, count: int) -> None:
+        """Wait until so many requests were answered, or one failed."""
+        while len(self.answers) < count and not self.failures:
+            time.sleep(0.1)
+
     def ask(self) -> str:
         """Return one long answer."""
         return self._kept(self._client(), LONG)

@@ -77,6 +77,14 @@ class Engine:
             except ImageNotFound:
                 return None
 
+    def identify(self, image: str) -> str:
+        """Return the id of an image that is there already, by id or name; empty when it is not there."""
+        with self._errors(f"look for {image}"):
+            try:
+                return str(self._client.images.get(image).id)
+            except ImageNotFound:
+                return ""
+
     def load(self, chunks: Iterator[bytes]) -> str:
         """Load a `docker save` archive as it comes and return the image's id.
 

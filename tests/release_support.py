@@ -63,6 +63,9 @@ class ProcessHost:
         path = self.folder / f"{image}.image"
         return json.loads(path.read_text())["labels"] if path.exists() else None
 
+    def identify(self, image: str) -> str:
+        return image if self.find(image) is not None else ""
+
     def load(self, chunks: Iterator[bytes]) -> str:
         raise NotImplementedError
 

@@ -139,7 +139,8 @@ def status_of(images: Path, folder: Path) -> dict[str, Any]:
 
 
 def traffic(port: int) -> Traffic:
-    return Traffic(port, "smollm2-135m-instruct", QUESTION)
+    # The release under test has the same two cores.
+    return Traffic(port, "smollm2-135m-instruct", QUESTION, pause=1)
 
 
 def long_texts(clients: Traffic, after: float = 0) -> set[str]:
