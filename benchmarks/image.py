@@ -139,10 +139,10 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def registry(folder: Path, name: str) -> Iterator[str]:
-    """Run an empty registry on loopback; its data goes away with it."""
+def registry(folder: Path, name: str, port: int = 0) -> Iterator[str]:
+    """Run an empty registry on loopback; its data goes away with it. Port 0 takes a free one."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", port))
         host = f"127.0.0.1:{probe.getsockname()[1]}"
     place = folder / name
     place.mkdir()

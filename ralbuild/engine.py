@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
 import docker
@@ -30,6 +30,8 @@ class Launch:
         labels: what marks it as ours.
         stop_seconds: how long the engine waits after SIGTERM.
         gpus: pass all GPUs through.
+        env: further variables.
+        folders: folders of this machine by the place where the container may read them.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Launch:
     labels: dict[str, str]
     stop_seconds: int
     gpus: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    folders: Mapping[str, str] = field(default_factory=dict)
 
 
 class Engine:
@@ -72,6 +76,14 @@ class Engine:
                 return dict(self._client.images.get(image).labels)
             except ImageNotFound:
                 return None
+
+    def identify(self, image: str) -> str:
+        """Return the id of an image that is there already, by id or name; empty when it is not there."""
+        with self._errors(f"look for {image}"):
+            try:
+                return str(self._client.images.get(image).id)
+            except ImageNotFound:
+                return ""
 
     def load(self, chunks: Iterator[bytes]) -> str:
         """Load a `docker save` archive as it comes and return the image's id.
@@ -111,7 +123,9 @@ class Engine:
                     "RAL_HOST": "127.0.0.1",
                     "RAL_PORT": str(launch.port),
                     "RAL_DRAIN_SECONDS": str(launch.stop_seconds),
+                    **launch.env,
                 },
+                volumes={folder: {"bind": place, "mode": "ro"} for place, folder in launch.folders.items()},
                 labels=launch.labels,
                 device_requests=devices,
             )

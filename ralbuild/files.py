@@ -7,13 +7,14 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
+def write_atomically(path: Path, data: bytes, *, durable: bool = False, mode: int | None = None) -> None:
     """Write ``data`` to ``path`` so that a reader sees all of it or what was there before.
 
     Args:
         path: of the file; its folder must be there.
         data: all of its bytes.
         durable: return only when the disk has them.
+        mode: permissions, whatever the umask; None leaves them to it.
 
     Raises:
         OSError: when it cannot be written; nothing of it is left.
@@ -22,6 +23,8 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
     try:
         with temporary.open("wb") as file:
             file.write(data)
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

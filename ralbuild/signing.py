@@ -87,12 +87,6 @@ def verify(key: PublicKey, data: bytes, signature: bytes) -> bool:
     return True
 
 
-def pae(kind: str, payload: bytes) -> bytes:
-    """Return what a DSSE envelope signs: the pre-authentication encoding of its type and payload."""
-    name = kind.encode()
-    return b"DSSEv1 %d %s %d %s" % (len(name), name, len(payload), payload)
-
-
 def key_id(key: PublicKey) -> str:
     """Return the SHA-256, in hex, of the key's DER form: its name in bundles and messages."""
     form = serialization.PublicFormat.SubjectPublicKeyInfo

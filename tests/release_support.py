@@ -63,6 +63,9 @@ class ProcessHost:
         path = self.folder / f"{image}.image"
         return json.loads(path.read_text())["labels"] if path.exists() else None
 
+    def identify(self, image: str) -> str:
+        return image if self.find(image) is not None else ""
+
     def load(self, chunks: Iterator[bytes]) -> str:
         raise NotImplementedError
 
@@ -172,6 +175,7 @@ def world(folder: Path, proxy: str = "haproxy", **changes: Any) -> Iterator[Worl
         "watch_seconds": 1,
         "on_crash": "old",
         "connections": 500,
+        "runtime_rules": False,
     }
     values |= changes
     settings = Settings(

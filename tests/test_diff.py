@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supply_cases import Work, build, ralbuild, signed_work, write_small_base
+from supply_cases import Work, build, make_key, ralbuild, signed_work, write_small_base
 
 from ralbuild.contract.bundle import Kernel, KernelObject, ObjectRef
 from ralbuild.image.diff import _kernels
@@ -147,13 +147,32 @@ def test_inspect_tells_the_image_s_part_from_the_serving_side_s(work: Work) -> N
         for side in ("image", "serving")
     }
     assert {"rules", "routes", "kernels", "weights", "tokenizer", "engine"} <= by["image"]
-    assert {"route", "prompts", "access", "host"} <= by["serving"]
+    assert {"runtime rules", "route", "prompts", "access", "host"} <= by["serving"]
+    assert answer["runtime_rules"] is None
     assert answer["sbom"] == {
         "model files": 8, "model license": "Apache-2.0", "Debian packages": 2, "Python packages": 1, "kernels": 0, "rules": 9,
     }  # fmt: skip
     assert {item["what"] for item in answer["artifacts"]} == {
         "signature", "signature for cosign 1 and 2", "bill of materials", "signed bill of materials", "signed provenance",
     }  # fmt: skip
+
+
+def test_inspect_shows_the_serving_side_s_rules_only_when_their_signature_holds(work: Work) -> None:
+    source, signed = work.root / "runtime-rules.yaml", work.root / "rules.json"
+    source.write_text(
+        'version: "0.3"\nserial: 7\nredact: [{text: bluebird}]\nrefuse: [{text: x}, {text: y}]\n'
+    )
+    assert ralbuild("rules", "compile", source, "--key", "sign.key", "--out", signed, cwd=work.root).code == 0
+    make_key(work.root, "other")
+    shown = ("inspect", "oci:out", "--runtime-rules", signed, "--rules-key")
+    text = ralbuild(*shown, "sign.pub", cwd=work.root, env={"COLUMNS": "140"}).out
+    assert "runtime rules  1 redact, 2 refuse; serial 7, signed by" in text
+    assert "rules of the serving side, after them (3)" in text
+    assert "bluebird" in text
+    refused = ralbuild(*shown, "other.pub", cwd=work.root)
+    assert refused.code == 2
+    assert "is not signed by the key" in refused.err
+    assert "bluebird" not in refused.out + refused.err
 
 
 class Page(html.parser.HTMLParser):

@@ -131,6 +131,29 @@ def test_sizes_come_from_the_image(tmp_path: Path) -> None:
     assert not (tmp_path / "base" / "pdb.yaml").exists()
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rules_of_the_serving_side_are_mounted_as_a_folder_and_named_to_the_server(
+    tmp_path: Path, strategy: str
+) -> None:
+    folder = rendered(tmp_path, strategy, rules_map="chat-rules")
+    as_builtin(folder)
+    for version in VERSIONS:
+        assert problems(folder, version) == ""
+    pods = [
+        item["spec"]["template"]["spec"] for item in documents(folder).values() if "replicas" in item["spec"]
+    ]
+    assert pods
+    for pod in pods:
+        (server,) = pod["containers"]
+        env = {item["name"]: item["value"] for item in server["env"]}
+        (mount,) = [item for item in server["volumeMounts"] if item["name"] == "rules"]
+        assert mount["readOnly"]
+        assert "subPath" not in mount  # a file that is mounted alone never changes
+        for name in ("RAL_RUNTIME_RULES", "RAL_RUNTIME_RULES_KEY"):
+            assert Path(env[name]).parent == Path(mount["mountPath"])
+        assert {"name": "rules", "configMap": {"name": "chat-rules"}} in pod["volumes"]
+
+
 def test_the_green_colour_is_off_and_has_no_autoscaler(tmp_path: Path) -> None:
     items = documents(rendered(tmp_path, "service-switch"))
     deployments = {item["metadata"]["name"]: item for item in items.values() if item["kind"] == "Deployment"}
@@ -156,6 +179,7 @@ def test_what_an_autoscaler_cannot_do_is_refused(text: str) -> None:
         {"app": "Chat"},
         {"app": "x" * 60},
         {"probe_image": "", "strategy": "rollout"},
+        {"rules_map": "Not A Name"},
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused_before(changes: dict[str, str]) -> None:

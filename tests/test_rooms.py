@@ -23,7 +23,7 @@ ORDER = [
 
 DOORS = {
     "yaml": {"config/strict_yaml.py"},
-    "pydantic": {"config/model.py", "config/load.py", "config/probes.py"},
+    "pydantic": {"config/model.py", "config/load.py", "config/probes.py", "config/runtime_rules.py"},
     "pydantic_core": {"config/load.py"},
     "jinja2": {"render.py", "runtime/chat.py", "weights/template_worker.py"},
     "rich": {"report.py", "debug/show.py"},

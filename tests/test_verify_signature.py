@@ -17,9 +17,10 @@ from model_factory import edit_json, write_model
 from model_signing import hashing, signing
 
 from ralbuild.cli.main import main
+from ralbuild.contract.codec import pae
 from ralbuild.digests import DigestCache
 from ralbuild.errors import UsageError
-from ralbuild.signing import load_public_key, pae
+from ralbuild.signing import load_public_key
 from ralbuild.signing import verify as verify_bytes
 from ralbuild.weights.scan import Order, Verdict, verify_folder
 

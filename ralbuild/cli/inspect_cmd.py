@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ralbuild.cli.options import stored_path
+from ralbuild.cli.options import add_rules_options, signed_rules, stored_path
 from ralbuild.errors import ImageError
 
 if TYPE_CHECKING:
     from ralbuild.image.facts import ImageFacts
     from ralbuild.image.reader import StoredImage
+    from ralbuild.supply.runtime_rules import Checked
 
 _BESIDE = {
     "https://sigstore.dev/cosign/sign/v1": "signature",
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "image", help="an OCI layout folder or an archive; oci: or archive: may stand before it"
     )
     parser.add_argument("--tag", default="", help="which image, when there are several")
+    add_rules_options(parser, "also show this signed file of the serving side")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
 
@@ -42,8 +44,9 @@ def run(options: argparse.Namespace) -> int:
     from ralbuild.image.facts import stored_facts
     from ralbuild.image.reader import open_image
 
+    later = signed_rules(options)
     with open_image(stored_path(options.image), options.tag) as image:
-        answer = _answer(image, stored_facts(image))
+        answer = _answer(image, stored_facts(image), later)
     if options.html is not None:
         from ralbuild.cli.pages import inspect_page, write_page
 
@@ -52,11 +55,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(image: StoredImage, facts: ImageFacts) -> dict[str, Any]:
+def _answer(image: StoredImage, facts: ImageFacts, later: Checked | None) -> dict[str, Any]:
     from ralbuild.contract.codec import to_plain
-    from ralbuild.image.boundary import trust_boundary
+    from ralbuild.image.boundary import NO_RUNTIME_RULES, trust_boundary
     from ralbuild.image.plan import WEIGHTS_LABEL
 
+    said = later.summary if later is not None else NO_RUNTIME_RULES
     config, bundle = image.config.get("config") or {}, facts.bundle
     return {
         "name": image.name,
@@ -70,9 +74,10 @@ def _answer(image: StoredImage, facts: ImageFacts) -> dict[str, Any]:
             for layer in image.layers
         ],
         "weights_image": image.labels.get(WEIGHTS_LABEL, ""),
-        "boundary": to_plain(trust_boundary(facts)),
+        "boundary": to_plain(trust_boundary(facts, said)),
         "routes": to_plain(bundle.routes),
         "rules": to_plain(bundle.rules),
+        "runtime_rules": to_plain(later.rules.rules) if later is not None else None,
         "kernels": [
             {"name": kernel.name, "user": kernel.user, "archs": [item.arch for item in kernel.objects]}
             for kernel in bundle.kernels
@@ -138,6 +143,10 @@ def _text(answer: dict[str, Any]) -> Iterator[str]:
     yield from ("     any  default", "", f"compiled rules ({len(answer['rules'])})")
     for rule in answer["rules"]:
         yield text.cut(f"  {rule['kind']:<8} {rule['text']!r}  {rule['source']}, {rule['place']}", columns)
+    if answer["runtime_rules"] is not None:
+        yield from ("", f"rules of the serving side, after them ({len(answer['runtime_rules'])})")
+        for rule in answer["runtime_rules"]:
+            yield text.cut(f"  {rule['kind']:<8} {rule['text']!r}  {rule['place']}", columns)
     yield from ("", "kernels")
     kernels = [(item["name"], ", ".join(item["archs"])) for item in answer["kernels"]]
     yield from text.rows(kernels or [("none", "")], columns)

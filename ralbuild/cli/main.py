@@ -25,6 +25,7 @@ VERBS = {
     "schema": "print the JSON Schema of the config",
     "verify": "check a model folder",
     "import": "convert a GGUF file to a model folder",
+    "rules": "compile the signed rules of the serving side",
     "explain": "print which rules a route gets, and in what order",
     "debug": "step through a text, or run a user kernel, on the CPU",
     "debug-proxy": "try the rules before a server that exists",

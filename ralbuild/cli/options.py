@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ralbuild.image.registry.connect import RegistryOptions
     from ralbuild.pipeline.request import BuildRequest
     from ralbuild.signing import PrivateKey
+    from ralbuild.supply.runtime_rules import Checked
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +173,25 @@ def signing_key(options: argparse.Namespace) -> PrivateKey | None:
 
     password = os.environ.get("RALBUILD_KEY_PASSWORD")
     return load_private_key(options.sign_key, password.encode() if password else None)
+
+
+def add_rules_options(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add the options that name a signed file of the serving side's rules, and its key."""
+    parser.add_argument("--runtime-rules", type=Path, metavar="FILE", help=purpose)
+    parser.add_argument("--rules-key", type=Path, metavar="PUB", help="public key that must have signed it")
+
+
+def signed_rules(options: argparse.Namespace) -> Checked | None:
+    """Return the file that the options name, when its signature holds; None when they name none."""
+    if (options.runtime_rules is None) != (options.rules_key is None):
+        missing = "--rules-key" if options.rules_key is None else "--runtime-rules"
+        raise UsageError("is missing: a file of rules needs the key that signed it", place=missing)
+    if options.runtime_rules is None:
+        return None
+    from ralbuild.signing import load_public_key
+    from ralbuild.supply.runtime_rules import open_signed
+
+    return open_signed(options.runtime_rules, load_public_key(options.rules_key))
 
 
 def stored_path(text: str) -> Path:

@@ -1,4 +1,4 @@
-"""`ralbuild release`: init, up, rollback, resume, undo, status and proxy."""
+"""`ralbuild release`: init, up, rollback, rules, resume, undo, status and proxy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ralbuild.cli.options import add_report_options, chosen_report
-from ralbuild.errors import GateError, UsageError
+from ralbuild.cli.options import add_report_options, add_rules_options, chosen_report, signed_rules
+from ralbuild.errors import UsageError
 
 if TYPE_CHECKING:
     from ralbuild.release.journal import Plan
     from ralbuild.release.planning import Wishes
-    from ralbuild.release.source import Source
-    from ralbuild.report import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--on-crash", choices=("old", "503"), default="old", help="who answers for a dead colour"
     )
+    add_rules_options(init, "signed rules of the serving side, for every image")
     init.add_argument("--no-start", action="store_true", help="only write and check the configuration")
     for name, text in (("up", "release an image"), ("rollback", "serve the image before")):
         verb = verbs.add_parser(name, parents=[shared], help=text)
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 action="append",
                 default=[],
                 metavar="PUB",
-                help="must have signed it; for oci:DIR",
+                help="must have signed it; for a layout, an archive or a registry",
             )
         verb.add_argument("--mode", choices=("auto", "blue-green", "in-place"), default="auto")
         verb.add_argument(
@@ -70,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb.add_argument(
             "--dry-run", action="store_true", help="print the plan and check the proxy; change nothing"
         )
+    rules = verbs.add_parser("rules", parents=[shared], help="publish signed rules of the serving side")
+    rules.add_argument("rules", type=Path, metavar="FILE", help="what `ralbuild rules compile` wrote")
     verbs.add_parser("resume", parents=[shared], help="go on with a release that was interrupted")
     verbs.add_parser("undo", parents=[shared], help="go back from a release that was interrupted")
     verbs.add_parser("status", parents=[shared], help="show what serves")
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run one of the commands."""
-    commands = {"init": _init, "status": _status, "proxy": _proxy}
+    commands = {"init": _init, "status": _status, "proxy": _proxy, "rules": _rules}
     if options.what in commands:
         return commands[options.what](options)
     try:
@@ -91,8 +92,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _init(options: argparse.Namespace) -> int:
     from ralbuild.release.proxy import proxy_of
+    from ralbuild.release.runtime_rules import install
     from ralbuild.release.site import Site, default_settings
 
+    rules = signed_rules(options)
     blue, green = _ports(options.ports)
     settings = default_settings(
         proxy=options.proxy,
@@ -103,15 +106,18 @@ def _init(options: argparse.Namespace) -> int:
         park_seconds=_seconds(options.park, "--park"),
         watch_seconds=_seconds(options.watch, "--watch"),
         on_crash=options.on_crash,
+        runtime_rules=rules is not None,
     )
     site = Site.create(options.site, settings)
     with site.locked():
+        if rules is not None:
+            install(site, rules, options.rules_key)
         proxy = proxy_of(site)
         proxy.write_files()
         proxy.check()
         if not options.no_start:
             proxy.start()
-    print(json.dumps({"site": str(site.folder)}) if options.json else site.folder)
+    print(json.dumps({"site": str(site.folder)}) if options.json else options.site)
     return 0
 
 
@@ -121,6 +127,7 @@ def _release(options: argparse.Namespace) -> int:
     from ralbuild.release.machine import Release
     from ralbuild.release.planning import plan_rollback, plan_up
     from ralbuild.release.proxy import proxy_of
+    from ralbuild.release.signed import check_signature
     from ralbuild.release.site import Site
     from ralbuild.release.source import fetch, parse_source
 
@@ -137,7 +144,8 @@ def _release(options: argparse.Namespace) -> int:
             host = Engine("release")
             if source is not None:
                 if options.key:
-                    _check_signature(source, options.key, report)
+                    with report.stage("verify") as stage:
+                        stage.summary = check_signature(source, options.key)
                 with report.stage("load") as stage:
                     found = fetch(source, host)
                     stage.summary = f"{source.reference}, {found.image[:19]}"
@@ -157,29 +165,6 @@ def _release(options: argparse.Namespace) -> int:
             serving = journal.plan.colour
     print(json.dumps({"serving": serving}) if options.json else f"{serving} serves")
     return 0
-
-
-def _check_signature(source: Source, keys: list[Path], report: Report) -> None:
-    """Check signature and every byte before anything is loaded.
-
-    Raises:
-        GateError: naming what does not hold.
-    """
-    from ralbuild.image.reader import open_image
-    from ralbuild.signing import load_public_key
-    from ralbuild.supply.verify_image import verify_image
-
-    if source.kind != "oci":
-        hint = "release the layout: signatures lie beside the image there"
-        raise UsageError(f"cannot be checked in {source.reference}", place="--key", hint=hint)
-    with report.stage("verify") as stage, open_image(Path(source.place), source.name) as image:
-        checks = verify_image(image, tuple(load_public_key(key) for key in keys), frozenset(("signature",)))
-        bad = [check for check in checks if not check.good]
-        if bad:
-            raise GateError(
-                f"{bad[0].name}: {bad[0].detail}", place=source.reference, hint="nothing was changed"
-            )
-        stage.summary = f"{len(checks)} checks"
 
 
 def _wishes(options: argparse.Namespace) -> Wishes:
@@ -268,6 +253,18 @@ def _proxy(options: argparse.Namespace) -> int:
     with site.locked():
         proxy = proxy_of(site)
         proxy.start() if options.do == "start" else proxy.stop()
+    return 0
+
+
+def _rules(options: argparse.Namespace) -> int:
+    from ralbuild.release.runtime_rules import publish
+    from ralbuild.release.site import Site
+
+    site = Site.open(options.site)
+    with site.locked():
+        found = publish(site, options.rules)
+    facts = {"sha256": found.sha256, "serial": found.rules.serial, "rules": len(found.rules.rules)}
+    print(json.dumps(facts) if options.json else found.summary)
     return 0
 
 

@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--weights-image", default="", metavar="NAME@sha256:DIGEST", help="image volume for /models"
     )
+    what.add_argument(
+        "--rules-configmap", default="", metavar="NAME", help="ConfigMap with rules.json and key.pem"
+    )
     what.add_argument("--proxy-image", default="", metavar="NAME@sha256:DIGEST", help="HAProxy, for Compose")
     what.add_argument(
         "--prepull", type=int, default=0, metavar="NODES", help="bring the image to so many nodes first"
@@ -101,6 +104,7 @@ def _kubernetes(options: argparse.Namespace) -> list[RenderedFile]:
             options.probe_image,
             _weights_image(options, labels),
             _count(options.prepull, "--prepull", 0),
+            options.rules_configmap,
         )
     )
 

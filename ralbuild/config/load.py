@@ -269,6 +269,26 @@ def check(kind: type[M], value: Any, document: Document, at: KeyPath = ()) -> tu
         return None, [_problem(kind, item, document, at) for item in error.errors(include_url=False)]
 
 
+def read_checked(kind: type[M], path: Path, hint: str = "") -> tuple[M, Document]:
+    """Read a file that is one ``kind`` and names nothing else; return it and where its parts stand.
+
+    Raises:
+        ConfigError: with every problem found; ``hint`` is for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", place=str(path), hint=hint) from None
+    document = read_yaml(data, path.name)
+    if document.problems:
+        raise ConfigError.of(document.problems)
+    found, problems = check(kind, document.value, document)
+    if found is None:
+        raise ConfigError.of(problems)
+    return found, document
+
+
 def _problem(kind: type[BaseModel], item: ErrorDetails, document: Document, at: KeyPath) -> Problem:
     loc = tuple(part for part in item["loc"] if part != "[key]")
     path = at + loc

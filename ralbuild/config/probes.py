@@ -7,10 +7,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from ralbuild.config.load import check
+from ralbuild.config.load import read_checked
 from ralbuild.config.model import Model
-from ralbuild.config.strict_yaml import MAX_BYTES, read_yaml
-from ralbuild.errors import ConfigError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 Prompt = Annotated[str, Field(min_length=1, max_length=65536)]
@@ -74,14 +72,5 @@ def load_probes(path: Path) -> ProbeSuite:
     Raises:
         ConfigError: with every problem found, each with file:line:column.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        hint = "`ralbuild probe --url URL --record FILE` writes one from a server that you trust"
-        raise ConfigError(f"cannot be read: {error.strerror}", place=str(path), hint=hint) from None
-    document = read_yaml(data, path.name)
-    suite, problems = check(ProbeSuite, document.value, document) if not document.problems else (None, [])
-    if suite is None:
-        raise ConfigError.of(document.problems or problems)
-    return suite
+    hint = "`ralbuild probe --url URL --record FILE` writes one from a server that you trust"
+    return read_checked(ProbeSuite, path, hint)[0]

@@ -34,6 +34,12 @@ def sha256_hex(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def pae(kind: str, payload: bytes) -> bytes:
+    """Return what a DSSE envelope signs: the pre-authentication encoding of its type and payload."""
+    name = kind.encode()
+    return b"DSSEv1 %d %s %d %s" % (len(name), name, len(payload), payload)
+
+
 def canonical_json(value: Any) -> bytes:
     """Return the one JSON text for ``value``: sorted keys, no spaces, UTF-8, no NaN, no newline."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

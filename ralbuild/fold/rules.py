@@ -11,6 +11,8 @@ from ralbuild.config.model import (
     HtmlEnhancerConfig,
     Markup,
     MarkupConfig,
+    Matcher,
+    Redact,
     Replace,
     ReplaceConfig,
     Structure,
@@ -158,6 +160,27 @@ def short_place(place: str) -> str:
     return place if len(parts) < 3 else f"{parts[1]}:{parts[2]}"
 
 
+def matched(item: Matcher | Redact) -> str:
+    """Return what an entry matches, for people."""
+    kind = item.kind if isinstance(item, Redact) else None
+    return kind or (item.text if item.text is not None else f"/{item.pattern}/")
+
+
+def redaction(item: Redact, rule_id: int) -> TextRule | KindRule:
+    """Return the rule of one entry of `redact`."""
+    if item.kind is not None:
+        return KindRule(rule_id, item.kind, item.with_.encode(), item.in_)
+    return TextRule(
+        rule_id,
+        REDACTION,
+        item.text.encode() if item.text is not None else parse_regex(item.pattern or ""),
+        ignore_case=not item.case_sensitive,
+        whole_word=item.whole_words,
+        replacement=item.with_.encode(),
+        scope=item.in_,
+    )
+
+
 class _Collector:
     """Numbers rules as they are met, in file order."""
 
@@ -214,9 +237,8 @@ class _Collector:
     def _text(
         self, kind: str, source: str, item: Replace | Markup, at: tuple[str | int, ...], **written: bytes
     ) -> TextRule:
-        shown = item.text if item.text is not None else f"/{item.pattern}/"
         return TextRule(
-            self.add(kind, shown, source, self.loaded.place(*at)),
+            self.add(kind, matched(item), source, self.loaded.place(*at)),
             MARKUP,
             item.text.encode() if item.text is not None else parse_regex(item.pattern or ""),
             ignore_case=not item.case_sensitive,
@@ -276,22 +298,12 @@ class _Collector:
         at = ("actions", name)
         texts, kinds = [], []
         for index, item in enumerate(action.redact):
-            shown = item.kind or (item.text if item.text is not None else f"/{item.pattern}/")
-            rule_id = self.add("redact", shown, name, self.loaded.place(*at, "redact", index))
-            if item.kind is not None:
-                kinds.append(KindRule(rule_id, item.kind, item.with_.encode(), item.in_))
-                continue
-            texts.append(
-                TextRule(
-                    rule_id,
-                    REDACTION,
-                    item.text.encode() if item.text is not None else parse_regex(item.pattern or ""),
-                    ignore_case=not item.case_sensitive,
-                    whole_word=item.whole_words,
-                    replacement=item.with_.encode(),
-                    scope=item.in_,
-                )
-            )
+            rule_id = self.add("redact", matched(item), name, self.loaded.place(*at, "redact", index))
+            rule = redaction(item, rule_id)
+            if isinstance(rule, KindRule):
+                kinds.append(rule)
+            else:
+                texts.append(rule)
         stops, spans = self.structure(name, action, at)
         limits = self._limits(name, action)
         append, append_id = b"", 0

@@ -20,9 +20,14 @@ class Decision:
     detail: str
 
 
-def trust_boundary(facts: ImageFacts) -> tuple[Decision, ...]:
-    """Return what is compiled into an image, and what is not."""
-    return (*_compiled(facts), *_left(facts))
+NO_RUNTIME_RULES = (
+    "none shown; RAL_RUNTIME_RULES may name a signed file, applied after the image's rules, never instead"
+)
+
+
+def trust_boundary(facts: ImageFacts, runtime_rules: str = NO_RUNTIME_RULES) -> tuple[Decision, ...]:
+    """Return what is compiled into an image, and what is not; ``runtime_rules`` tells of those."""
+    return (*_compiled(facts), Decision("serving", "runtime rules", runtime_rules), *_left(facts))
 
 
 def _compiled(facts: ImageFacts) -> list[Decision]:

@@ -16,6 +16,9 @@ class ContainerHost(Protocol):
     def find(self, image: str) -> dict[str, str] | None:
         """Return the labels of an image that is there already, by id or name."""
 
+    def identify(self, image: str) -> str:
+        """Return the id of an image that is there already, by id or name; empty when it is not there."""
+
     def load(self, chunks: Iterator[bytes]) -> str:
         """Load a `docker save` archive and return the image's id."""
 

@@ -10,11 +10,13 @@ from typing import Any
 from ralbuild.errors import UsageError
 from ralbuild.release.preflight import needs_of, ready_budget
 from ralbuild.release.references import require_digest
+from ralbuild.release.runtime_rules import MOUNTED, RULES_ENV
 from ralbuild.render import RenderedFile, render_text
 
 STRATEGIES = ("service-switch", "rollout", "recreate")
 ENVIRONMENTS = ("staging", "production")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?\Z")
+_MAP_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Deployment:
         probe_image: image that holds ``ralbuild``, by digest; for ``rollout``.
         weights_image: image volume for the weights, by digest; empty when they are in ``image``.
         nodes: nodes that the image is brought to before a release; 0 writes no such job.
+        rules_map: ConfigMap with ``rules.json`` and ``key.pem`` of the serving side; empty for none.
     """
 
     app: str
@@ -47,6 +50,7 @@ class Deployment:
     probe_image: str = ""
     weights_image: str = ""
     nodes: int = 0
+    rules_map: str = ""
 
 
 def parse_autoscale(text: str) -> tuple[int, str]:
@@ -144,6 +148,9 @@ def _values(wanted: Deployment) -> dict[str, Any]:
         "gpus": wanted.gpus,
         "surge": wanted.replicas > 1,
         "weights_image": wanted.weights_image,
+        "rules_map": wanted.rules_map,
+        "rules_folder": MOUNTED,
+        "rules_env": RULES_ENV if wanted.rules_map else {},
     }
 
 
@@ -173,6 +180,8 @@ def _check(wanted: Deployment) -> None:
     if not _NAME.match(wanted.app):
         hint = "lower-case letters, digits and -, at most 47"
         raise UsageError(f"{wanted.app!r} is no name for objects of Kubernetes", place="--name", hint=hint)
+    if wanted.rules_map and not _MAP_NAME.match(wanted.rules_map):
+        raise UsageError(f"{wanted.rules_map!r} is no name of a ConfigMap", place="--rules-configmap")
     images = {
         "--image": wanted.image,
         "--probe-image": wanted.probe_image,

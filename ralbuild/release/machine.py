@@ -18,6 +18,7 @@ from ralbuild.release.journal import Journal, Plan
 from ralbuild.release.preflight import free_room
 from ralbuild.release.probe import KINDS, Prober
 from ralbuild.release.proxy import Proxy
+from ralbuild.release.runtime_rules import container_settings
 from ralbuild.release.service_client import NoAnswerError, ServiceClient
 from ralbuild.release.site import Deployed, Site
 from ralbuild.report import Report
@@ -120,6 +121,7 @@ class Release:
         if (before := self.site.state.colours.get(plan.colour)) is not None:
             self.host.remove(before.container)
         labels = self.host.find(plan.new.image) or {}
+        env, folders = container_settings(self.site)
         self.host.start(
             Launch(
                 plan.new.container,
@@ -128,6 +130,8 @@ class Release:
                 {SITE_LABEL: str(self.site.folder), COLOUR_LABEL: plan.colour},
                 settings.drain_seconds,
                 gpus=labels.get("io.ralbuild.target") == "cuda",
+                env=env,
+                folders=folders,
             )
         )
         self.site.save(self.site.state.with_colour(plan.colour, plan.new))

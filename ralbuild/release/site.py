@@ -46,6 +46,7 @@ class Settings:
         watch_seconds: how long the new colour is watched after the switch.
         on_crash: ``old`` lets the other colour answer for one that died, while it is there; ``503`` does not.
         connections: most open connections of the proxy.
+        runtime_rules: containers get the signed rules of the folder ``rules``.
     """
 
     format: str
@@ -58,6 +59,7 @@ class Settings:
     watch_seconds: int
     on_crash: str
     connections: int
+    runtime_rules: bool
 
     def port(self, colour: str) -> int:
         """Return the loopback port of ``colour``."""
@@ -78,6 +80,7 @@ def default_settings(**changes: Any) -> Settings:
             watch_seconds=30,
             on_crash="old",
             connections=2000,
+            runtime_rules=False,
         ),
         **changes,
     )

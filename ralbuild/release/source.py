@@ -76,8 +76,8 @@ def fetch(source: Source, host: ContainerHost) -> Found:
     elif source.kind == "registry":
         wanted = host.pull(source.place)
     else:
-        wanted = source.place
-    labels = host.find(wanted)
+        wanted = host.identify(source.place)  # a name may mean another image tomorrow
+    labels = host.find(wanted) if wanted else None
     if labels is None:
         hint = "`docker images` lists what is there"
         raise ImageError("the engine has no such image", place=source.reference, hint=hint)

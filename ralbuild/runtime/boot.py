@@ -13,6 +13,7 @@ from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.log import log_event, log_line
 from ralbuild.runtime.metrics import Metrics
 from ralbuild.runtime.preflight import Checked, check_files, hash_weights
+from ralbuild.runtime.runtime_rules import open_runtime_rules
 from ralbuild.runtime.settings import Settings
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
     full = settings.hashes(sum(item.size for item in checked.manifest.weights))
     how = "sha256" if full else "size"
     log_event("checked", bundle=f"sha256:{checked.digest}", model=bundle.model, weights=how)
+    later = open_runtime_rules(settings, metrics)
     lifecycle.enter("import")
     with ThreadPoolExecutor(3) as pool:
         text = pool.submit(_load_text, checked)
@@ -81,7 +83,7 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
     graph.keep(prompts.prefix())
     engine.start()
     log_line(f"RAL patch applied to graph_id=0x{id(graph):x} bundle=sha256:{checked.digest}")
-    return Service(bundle, parts.patch.tables.routes, checked.digest, prompts, engine, metrics)
+    return Service(bundle, parts.patch.tables.routes, checked.digest, prompts, engine, metrics, later)
 
 
 def self_test(graph: DecodeGraph, checked: Checked) -> None:

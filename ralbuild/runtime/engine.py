@@ -33,7 +33,8 @@ class Generation:
         self.arrived = time.monotonic()
         self.first_token = 0.0
         self.lane: Lane | None = None
-        self.stream = TextStream(order.stops)
+        rules = order.runtime_rules
+        self.stream = TextStream(order.stops, rules.open() if rules is not None else None)
 
 
 class Engine:

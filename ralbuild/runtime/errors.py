@@ -58,6 +58,12 @@ class PatchUnsupportedError(StartError):
     exit_code = 85
 
 
+class RuntimeRulesError(StartError):
+    """The signed rules that this process was told to apply are not there, or not acceptable."""
+
+    exit_code = 86
+
+
 class ApiError(Exception):
     """A request that is answered with an error in OpenAI's shape.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -16,7 +16,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from ralbuild.contract.bundle import Bundle
+from ralbuild.contract.bundle import Bundle, Rule
 
 if TYPE_CHECKING:  # `/metrics` answers before numpy is there
     from ralbuild.runtime.steps import PatchSlot
@@ -132,3 +132,47 @@ class Metrics:
 
 
 _BUILD = ["version", "model", "bundle"]
+
+
+class RuntimeRuleMetrics:
+    """Series of the serving side's rules, apart from those of the compiled ones."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._in_force = Gauge(
+            "ralbuild_runtime_rules_in_force",
+            "1; the labels say which signed file is applied after the image's rules.",
+            ["sha256", "serial"],
+            registry=registry,
+        )
+        self._stale = Gauge(
+            "ralbuild_runtime_rules_stale",
+            "1 while the file that is there was refused and an earlier one is in force.",
+            registry=registry,
+        )
+        self._loads = Counter(
+            "ralbuild_runtime_rules_loads", "Files by what became of them.", ["result"], registry=registry
+        )
+        self._events = Counter(
+            "ralbuild_runtime_rule_events",
+            "Matches by rule of the file in force.",
+            ["rule", "kind", "place"],
+            registry=registry,
+        )
+        for result in ("accepted", "refused"):
+            self._loads.labels(result)
+
+    def accept(self, sha256: str, serial: int, rules: Sequence[Rule]) -> tuple[Callable[[], None], ...]:
+        """Say what is in force; return what counts a match of each rule, in a series that starts at zero."""
+        self._in_force.clear()
+        self._in_force.labels(f"sha256:{sha256}", str(serial)).set(1)
+        self._stale.set(0)
+        self._loads.labels("accepted").inc()
+        self._events.clear()
+        return tuple(
+            self._events.labels(str(number), rule.kind, rule.place).inc for number, rule in enumerate(rules)
+        )
+
+    def refuse(self) -> None:
+        """Say that a file was refused."""
+        self._stale.set(1)
+        self._loads.labels("refused").inc()

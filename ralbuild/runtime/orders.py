@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the HTTP layer answers before numpy is there
+    from ralbuild.runtime.runtime_rules import RuleSet
     from ralbuild.runtime.sampler import Draw
 
 
@@ -19,6 +20,7 @@ class Order:
         draw: how to draw them.
         profile: index of the rules that apply.
         stops: stop strings over the text that the rules give out.
+        runtime_rules: rules of the serving side, which follow those of the profile; None for none.
     """
 
     prompt: tuple[int, ...]
@@ -26,6 +28,7 @@ class Order:
     draw: Draw
     profile: int
     stops: tuple[str, ...] = ()
+    runtime_rules: RuleSet | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ralbuild.runtime.metrics import Metrics
 from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.prompts import Prompts
 from ralbuild.runtime.requests import Ask
+from ralbuild.runtime.runtime_rules import RuntimeRules, texts_of
 from ralbuild.runtime.sampler import Draw
 
 MAX_ROUTE = 256
@@ -38,13 +39,18 @@ class Service:
     prompts: Prompts
     engine: Engine
     metrics: Metrics
+    runtime_rules: RuntimeRules | None = None
 
     def make_order(self, ask: Ask, route_header: str | None) -> Order:
         """Turn a request into tokens and limits; all refusals happen here, before any work.
 
         Raises:
-            ApiError: 404 for another model, 422 for input limits, 400 when the context is too short.
+            ApiError: 404 for another model, 422 for input limits, 400 when the context is too short or a
+                rule of the serving side refuses the text.
         """
+        later = self.runtime_rules.current if self.runtime_rules is not None else None
+        if later is not None:
+            later.admit(texts_of(ask), logprobs=ask.logprobs is not None)
         profile = select_profile(self.bundle, self.routes, self._route(ask.model, route_header))
         prompt = self.prompts.chat(ask.messages) if ask.messages else self.prompts.completion(ask.prompt)
         most = self.bundle.engine.max_seq_len
@@ -56,7 +62,7 @@ class Service:
             )
             raise ApiError(400, "context_length_exceeded", message, param="max_tokens")
         draw = self._draw(ask, profile)
-        return Order(prompt, wanted, draw, profile, ask.stops)
+        return Order(prompt, wanted, draw, profile, ask.stops, later)
 
     def _draw(self, ask: Ask, profile: int) -> Draw:
         """Return how to sample: what the request wishes, within what its route imposes."""
@@ -127,6 +133,7 @@ class Service:
                 | {"place": rule.place, "events": counts[number]}
                 for number, rule in enumerate(bundle.rules)
             ],
+            "runtime_rules": self.runtime_rules.info() if self.runtime_rules is not None else None,
         }
 
     def _route(self, model: str, header: str | None) -> str:

@@ -29,6 +29,8 @@ class Settings:
         queue: requests that may wait for a slot; one more is refused with 429.
         kv_bytes: memory for keys and values; 0 takes what is free once the weights are loaded.
         drain_seconds: how long running requests may take after SIGTERM.
+        runtime_rules: signed file with rules of the serving side; empty for none.
+        runtime_rules_key: PEM file of the key that must have signed it.
     """
 
     root: str = ""
@@ -41,6 +43,8 @@ class Settings:
     queue: int = 64
     kv_bytes: int = 0
     drain_seconds: int = 300
+    runtime_rules: str = ""
+    runtime_rules_key: str = ""
 
     def hashes(self, weight_bytes: int) -> bool:
         """Tell whether weights of this size are hashed at start."""
@@ -61,6 +65,10 @@ def read_settings(env: Mapping[str, str]) -> Settings:
     verify = env.get("RAL_VERIFY") or usual.verify
     if verify not in ("auto", "size", "full"):
         raise HostUnfitError(f"needs 'auto', 'size' or 'full', found {verify!r}", place="RAL_VERIFY")
+    rules, key = env.get("RAL_RUNTIME_RULES", ""), env.get("RAL_RUNTIME_RULES_KEY", "")
+    if bool(rules) != bool(key):
+        missing = "RAL_RUNTIME_RULES_KEY" if rules else "RAL_RUNTIME_RULES"
+        raise HostUnfitError("is missing: a file of rules needs the key that signed it", place=missing)
     return Settings(
         root=env.get("RAL_ROOT", "").rstrip("/"),
         host=env.get("RAL_HOST", usual.host),
@@ -72,6 +80,8 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         queue=_number(env, "RAL_QUEUE", usual.queue, 1 << 20),
         kv_bytes=_number(env, "RAL_KV_BYTES", usual.kv_bytes, 1 << 50),
         drain_seconds=_number(env, "RAL_DRAIN_SECONDS", usual.drain_seconds, 86400),
+        runtime_rules=rules,
+        runtime_rules_key=key,
     )
 
 

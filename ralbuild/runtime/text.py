@@ -1,8 +1,12 @@
-"""From decided bytes to the text that a client gets: stop strings, then UTF-8."""
+"""From decided bytes to the text that a client gets: serving-side rules, stop strings, then UTF-8."""
 
 from __future__ import annotations
 
 import codecs
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ralbuild.runtime.runtime_rules import RuleText
 
 
 class StopMatcher:
@@ -70,25 +74,36 @@ def _failures(stop: bytes) -> list[int]:
 
 
 class TextStream:
-    """One answer's text. Streamed pieces joined give exactly the text of an answer sent whole."""
+    """One answer's text. Streamed pieces joined give exactly the text of an answer sent whole.
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    Args:
+        stops: the client's stop strings.
+        rules: rules of the serving side; they read what the image's rules decided.
+    """
+
+    def __init__(self, stops: tuple[str, ...], rules: RuleText | None = None) -> None:
+        self._rules = rules
         self._matcher = StopMatcher(tuple(stop.encode() for stop in stops))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
     def stopped(self) -> bool:
         """True once a stop string was found."""
-        return self._matcher.stopped
+        return self._matcher.stopped or (self._rules is not None and self._rules.stopped)
 
     def push(self, data: bytes) -> str:
         """Read bytes that the rules decided and return the text that is now certain."""
+        if self._rules is not None:
+            data = self._rules.feed(data)
         return self._decoder.decode(self._matcher.feed(data))
 
     def end(self, rest: bytes, appended: bytes) -> str:
         """End the text with the model's last bytes and with what the rules append after any text.
 
-        A stop string can match in ``rest`` but never in ``appended``: a client cannot cut it off.
+        A stop string can match in ``rest`` but never in ``appended``: a client cannot cut it off, and
+        the serving side's rules cannot change it.
         """
+        if self._rules is not None:
+            rest = self._rules.feed(rest) + self._rules.finish()
         text = self._matcher.feed(rest) + self._matcher.release()
         return self._decoder.decode(text + appended, True)

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ralbuild.contract.codec import FormatError, canonical_json, parse_json
+from ralbuild.contract.codec import FormatError, canonical_json, pae, parse_json
 from ralbuild.image.artifacts import Artifact, make_artifact, make_tagged_artifact
 from ralbuild.image.oci import digest_of
-from ralbuild.signing import PrivateKey, PublicKey, key_id, pae, sign, verify
+from ralbuild.signing import PrivateKey, PublicKey, key_id, sign, verify
 from ralbuild.supply.provenance import STATEMENT_MEDIA_TYPE, STATEMENT_TYPE
 
 BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"

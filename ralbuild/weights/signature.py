@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ralbuild.contract.codec import FormatError, parse_json
+from ralbuild.contract.codec import FormatError, pae, parse_json
 from ralbuild.contract.manifest import root_sha256
 from ralbuild.weights.files import Folder, read_small
 from ralbuild.weights.findings import Findings
@@ -61,7 +61,7 @@ def check_signature(folder: Folder, key: PublicKey | None, findings: Findings) -
     data = read_small(path, NAME, findings)
     if data is None:
         return None
-    from ralbuild.signing import pae, verify
+    from ralbuild.signing import verify
 
     try:
         payload, signature = _open_bundle(data)

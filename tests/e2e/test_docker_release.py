@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
+import re
+import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import docker
-import openai
 import pytest
 from cli_support import ROOT
 from release_support import free_ports
+from supply_cases import make_key
+
+from benchmarks.image import registry
+from benchmarks.traffic import Traffic
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ralbuild"
 MODEL = CACHE / "models" / "smollm2-135m-instruct"
 RALBUILD = [sys.executable, "-m", "ralbuild.cli.main"]
 CONFIG = ROOT / "tests" / "e2e" / "guardrails.yaml"
 QUESTION = "What does a compliance audit check? Answer in one sentence."
+
+BROKEN = "ralbuild-test/broken"
 
 pytestmark = [pytest.mark.real_model, pytest.mark.docker]
 
@@ -33,6 +41,13 @@ def ralbuild(folder: Path, *arguments: object, code: int = 0) -> str:
     )
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     return done.stdout.strip() if code == 0 else done.stderr
+
+
+@dataclass(frozen=True)
+class Site:
+    folder: Path
+    ports: list[int]
+    """Of the clients, of blue and of green."""
 
 
 @pytest.fixture(scope="module")
@@ -55,103 +70,231 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "m:1",
             "--quiet",
         )
+    for name in ("sign", "other"):
+        make_key(folder, name)
+    for name in ("one", "two"):
+        ralbuild(folder, "sign", f"oci:{name}", "--key", "sign.key")
+    shutil.copytree(folder / "one", folder / "damaged", copy_function=os.link)
+    manifest = json.loads((folder / "one" / "index.json").read_text())["manifests"][0]["digest"]
+    blob = folder / "damaged" / "blobs" / manifest.replace(":", "/")
+    config = json.loads(blob.read_text())["config"]["digest"]
+    flip(folder / "damaged" / "blobs" / config.replace(":", "/"))
     return folder
 
 
-@pytest.fixture
-def site(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
-    folder = tmp_path_factory.mktemp("s")
-    listen, blue, green = free_ports(3)
+def flip(path: Path) -> None:
+    """Change one bit; other names of the file keep what it was."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def init(images: Path, folder: Path, ports: list[int], watch: int) -> None:
+    write_rules(images, 1, "")
     ralbuild(
-        images, "release", "init", "--site", folder, "--listen", f"127.0.0.1:{listen}",
-        "--ports", f"{blue},{green}", "--drain", 60, "--watch", 2,
+        images, "release", "init", "--site", folder, "--listen", f"127.0.0.1:{ports[0]}",
+        "--ports", f"{ports[1]},{ports[2]}", "--drain", 60, "--watch", watch,
+        "--runtime-rules", "rules.json", "--rules-key", "sign.pub",
     )  # fmt: skip
-    yield folder, listen
-    pid = int((folder / "haproxy.pid").read_text())
-    os.kill(pid, signal.SIGTERM)
-    engine = docker.from_env()
-    for box in engine.containers.list(all=True, filters={"label": f"io.ralbuild.release.site={folder}"}):
-        image = box.image.id
-        box.remove(force=True)
-        engine.images.remove(image, force=True)
 
 
-class Clients:
-    """The real openai client, streaming and not, one request after the other until told to stop."""
-
-    def __init__(self, port: int) -> None:
-        self.failures: list[str] = []
-        self.texts: list[tuple[float, str]] = []
-        self._stop = threading.Event()
-        self._port = port
-        self._threads = [threading.Thread(target=self._run, args=(stream,)) for stream in (True, False)]
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
-
-    def _run(self, stream: bool) -> None:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{self._port}/v1", api_key="none", max_retries=0)
-        while not self._stop.is_set():
-            began = time.monotonic()
-            try:
-                text = self._ask(client, stream)
-            except Exception as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-                continue
-            self.texts.append((began, text))
-            time.sleep(0.3)  # the release under test has the same two cores
-
-    @staticmethod
-    def _ask(client: openai.OpenAI, stream: bool) -> str:
-        answer = client.chat.completions.create(
-            model="smollm2-135m-instruct",
-            messages=[{"role": "user", "content": QUESTION}],
-            temperature=0,
-            max_tokens=24,
-            stream=stream,
-        )
-        if not stream:
-            return answer.choices[0].message.content
-        chunks = list(answer)
-        assert chunks[-1].choices[0].finish_reason in ("stop", "length")
-        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+def containers(folder: Path) -> list[Any]:
+    filters = {"label": f"io.ralbuild.release.site={folder}"}
+    return docker.from_env().containers.list(all=True, filters=filters)
 
 
-def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(images: Path, site) -> None:
-    folder, port = site
-    plan = json.loads(ralbuild(images, "release", "up", "oci:one", "--site", folder, "--dry-run", "--json"))
+def running(folder: Path) -> list[Any]:
+    return [box for box in containers(folder) if box.status == "running"]
+
+
+@pytest.fixture(scope="module")
+def site(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A site on which the first image serves. A test that changes this has to be the last one."""
+    found = Site(tmp_path_factory.mktemp("s"), free_ports(3))
+    init(images, found.folder, found.ports, watch=2)
+    plan = json.loads(
+        ralbuild(images, "release", "up", "oci:one", "--site", found.folder, "--dry-run", "--json")
+    )
     assert (plan["colour"], plan["old"], plan["mode"]) == ("blue", "", "blue-green")
-    assert ralbuild(images, "release", "up", "oci:one", "--site", folder, "--quiet") == "blue serves"
+    assert ralbuild(images, "release", "up", "oci:one", "--site", found.folder, "--quiet") == "blue serves"
+    yield found
+    ralbuild(images, "release", "proxy", "stop", "--site", found.folder)
+    boxes, engine = containers(found.folder), docker.from_env()
+    names = {box.image.id for box in boxes} | {f"{BROKEN}:{what}" for what in ("env", "label")}
+    for box in boxes:
+        box.remove(force=True)
+    for name in names:
+        with contextlib.suppress(docker.errors.ImageNotFound):
+            engine.images.remove(name, force=True)
+
+
+def write_rules(images: Path, serial: int, text: str) -> None:
+    (images / "runtime-rules.yaml").write_text(f'version: "0.3"\nserial: {serial}\n{text}')
+    ralbuild(images, "rules", "compile", "runtime-rules.yaml", "--key", "sign.key", "--out", "rules.json")
+
+
+def status_of(images: Path, folder: Path) -> dict[str, Any]:
+    return json.loads(ralbuild(images, "release", "status", "--site", folder, "--json"))
+
+
+def traffic(port: int) -> Traffic:
+    # The release under test has the same two cores.
+    return Traffic(port, "smollm2-135m-instruct", QUESTION, pause=1)
+
+
+def long_texts(clients: Traffic, after: float = 0) -> set[str]:
+    return {answer.text for answer in clients.answers if answer.is_long and answer.began > after}
+
+
+def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(images: Path, site: Site) -> None:
+    folder, port = site.folder, site.ports[0]
     golden = images / "golden.yaml"
     golden.unlink(missing_ok=True)
     ralbuild(images, "probe", "--url", f"http://127.0.0.1:{port}", "--record", golden, "--prompt", QUESTION)
-    with Clients(port) as clients:
+    with traffic(port) as clients:
         # The recorded answer is the old rule's: with it as gate, the changed rule may not pass.
         said = ralbuild(images, "release", "up", "oci:two", "--site", folder, "--probes", golden, code=8)
         assert "golden golden-1" in said
         assert ralbuild(images, "release", "up", "oci:two", "--site", folder) == "green serves"
         switched = time.monotonic()
-        deadline = switched + 60
-        while not any(began > switched for began, _ in clients.texts):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        clients.wait_after(switched)
         assert ralbuild(images, "release", "rollback", "--site", folder, "--probes", golden) == "blue serves"
         back = time.monotonic()
-        while not any(began > back for began, _ in clients.texts):
-            assert time.monotonic() < back + 60
-            time.sleep(0.1)
+        clients.wait_after(back)
     assert clients.failures == []
-    new = {text for began, text in clients.texts if switched < began < switched + 0.5}
-    assert all("<b>company</b>" in text for text in new)
-    assert all("<b>company</b>" not in text for began, text in clients.texts if began > back)
-    status = json.loads(ralbuild(images, "release", "status", "--site", folder, "--json"))
+    (old, new) = sorted(long_texts(clients), key=lambda text: "<b>company</b>" in text)
+    assert "<b>company</b>" in new
+    assert long_texts(clients, after=back) <= {old}
+    status = status_of(images, folder)
     assert status["active"] == status["proxy"]["sends_to"] == "blue"
     assert [row["status"] for row in status["colours"]] == ["running", "exited"]
-    print(f"{len(clients.texts)} requests, 0 failed")
+    print(f"{len(clients.answers)} requests, 0 failed, the longest took {clients.longest:.1f} s")
+
+
+def broken(image: str, change: str) -> str:
+    """Return the name of an image that differs from ``image`` in one line of its config."""
+    engine = docker.from_env()
+    box = engine.containers.create(image)
+    kind = change.split()[0].lower()
+    box.commit(BROKEN, kind, changes=[change])
+    box.remove()
+    return f"docker:{BROKEN}:{kind}"
+
+
+def test_the_image_is_what_a_tool_of_others_wants_of_it(site: Site, tmp_path: Path) -> None:
+    (box,) = running(site.folder)
+    config = Path(__file__).with_name("structure.yaml")
+    tool = Path(sys.executable).with_name("container-structure-test")
+
+    def run(path: Path) -> subprocess.CompletedProcess[str]:
+        command = [tool, "test", "--image", box.image.id, "--config", path]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run(config)
+    assert done.returncode == 0, done.stdout
+    planted = tmp_path / "structure.yaml"
+    plain = config.read_text()
+    planted.write_text(
+        plain.replace('user: "65532:65532"', "user: root").replace(
+            "shouldExist: false", "shouldExist: true", 1
+        )
+    )
+    failed = run(planted)
+    assert failed.returncode != 0
+    assert re.search(r"Failures: +2\b", failed.stdout)
+
+
+def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, site: Site) -> None:
+    folder, port = site.folder, site.ports[0]
+    (old,) = running(folder)
+    hole = images / "hole.yaml"
+    guardrail = f'{{name: company, prompt: "{QUESTION}", max_tokens: 24, absent: ["<b>company</b>"]}}'
+    hole.write_text(f"guardrails: [{guardrail}]\n")
+    zero = "sha256:" + "0" * 64
+    cases: list[tuple[str, tuple[object, ...], str]] = [
+        ("oci:two", ("--probes", hole), "guardrail company: the answer holds absent[0]"),
+        ("oci:two", ("--ready-timeout", 1), "not ready after 1 s"),
+        (broken(old.image.id, f"ENV RAL_BUNDLE_SHA256={zero}"), (), "ended with status 80"),
+        (broken(old.image.id, f"LABEL io.ralbuild.bundle={zero}"), (), f"needs {zero}"),
+        ("oci:one", ("--key", "other.pub"), "signature"),
+        ("oci:damaged", ("--key", "sign.pub"), "nothing was changed"),
+    ]
+    with traffic(port) as clients:
+        for image, options, needle in cases:
+            said = ralbuild(images, "release", "up", image, "--site", folder, *options, code=8)
+            assert needle in said, (image, options)
+            assert [box.id for box in containers(folder)] == [old.id]
+            status = status_of(images, folder)
+            assert (status["active"], status["proxy"]["sends_to"], status["interrupted"]) == (
+                "blue",
+                "blue",
+                None,
+            )
+        clients.wait_after(time.monotonic())
+    assert clients.failures == []
+    assert not any("<b>company</b>" in text for text in long_texts(clients))
+
+
+def test_a_colour_that_is_killed_after_the_switch_is_rolled_back(images: Path, site: Site) -> None:
+    folder, port = site.folder, site.ports[0]
+    init(images, folder, site.ports, watch=30)  # it is killed while it is watched
+    command = [*RALBUILD, "release", "up", "oci:two", "--site", str(folder)]
+    with traffic(port) as clients:
+        release = subprocess.Popen(
+            command, cwd=images, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        while "active be_green" not in (folder / "state.map").read_text():
+            assert release.poll() is None
+            time.sleep(0.02)
+        clients.wait_after(time.monotonic())
+        (new,) = [box for box in containers(folder) if box.labels["io.ralbuild.release.colour"] == "green"]
+        new.kill()
+        _, said = release.communicate(timeout=120)
+        back = time.monotonic()
+        assert release.returncode == 9, said
+        clients.wait_after(back)
+    # At most what was in flight, one request of each client, while the old colour is there to take over.
+    assert len(clients.failures) <= 4, clients.failures
+    assert "ended with status" in said
+    assert all("<b>company</b>" not in text for text in long_texts(clients, after=back))
+    assert status_of(images, folder)["active"] == "blue"
+    assert len(containers(folder)) == 1
+
+
+def test_rules_of_the_serving_side_are_published_to_what_serves(images: Path, site: Site) -> None:
+    folder, port = site.folder, site.ports[0]
+    before = traffic(port).ask()
+    word = max(re.findall("[A-Za-z]+", re.sub("<[^>]*>", "", before)), key=len)
+    write_rules(images, 2, f"redact: [{{text: {word}, with: '***'}}]\n")
+    said = ralbuild(images, "release", "rules", "rules.json", "--site", folder)
+    assert "1 redact; serial 2" in said
+    assert traffic(port).ask() == re.sub(f"(?i){word}", "***", before)
+    write_rules(images, 1, "")
+    assert "serial 1, 2 is in force" in ralbuild(
+        images, "release", "rules", "rules.json", "--site", folder, code=2
+    )
+    write_rules(images, 3, "")
+    ralbuild(images, "release", "rules", "rules.json", "--site", folder)
+    assert traffic(port).ask() == before
+
+
+def test_in_place_two_switches_and_a_rollback_fail_no_request(images: Path, site: Site) -> None:
+    """The second image comes from Debian's registry by its digest, with its signature checked there."""
+    folder, port = site.folder, site.ports[0]
+    options = ("--site", folder, "--mode", "in-place")
+    with registry(images, "registry") as host, traffic(port) as clients:
+        digest = ralbuild(images, "push", "oci:two", f"registry:{host}/team/m", "--quiet")
+        two = (f"{host}/team/m@{digest}", "--key")
+        refused = ralbuild(images, "release", "up", *two, "other.pub", *options, code=8)
+        assert "signature: none by a key that was given" in refused
+        for image, colour in (((*two, "sign.pub"), "green"), (("oci:one",), "blue")):
+            assert ralbuild(images, "release", "up", *image, *options) == f"{colour} serves"
+            clients.wait_after(time.monotonic())
+            assert len(running(folder)) == 1
+        assert ralbuild(images, "release", "rollback", *options) == "green serves"
+        back = time.monotonic()
+        clients.wait_after(back)
+    assert clients.failures == []
+    assert all("<b>company</b>" in text for text in long_texts(clients, after=back))
+    print(f"{len(clients.answers)} requests, 0 failed, the longest wait was {clients.longest:.1f} s")

@@ -1,0 +1,94 @@
+"""Rules of the serving side on a site: one signed file in a folder that both colours have mounted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ralbuild.errors import GateError, HostError, UsageError
+from ralbuild.files import write_atomically
+from ralbuild.release.service_client import NoAnswerError, ServiceClient
+from ralbuild.release.site import Site
+from ralbuild.signing import load_public_key
+from ralbuild.supply.runtime_rules import Checked, open_signed
+
+FOLDER, RULES, KEY = "rules", "rules.json", "key.pem"
+MOUNTED = "/run/ral/rules"
+"""Where containers see the folder."""
+RULES_ENV = {"RAL_RUNTIME_RULES": f"{MOUNTED}/{RULES}", "RAL_RUNTIME_RULES_KEY": f"{MOUNTED}/{KEY}"}
+"""What tells a server where they are."""
+SEEN_SECONDS = 8.0
+"""A server looks at its file every second."""
+
+
+def install(site: Site, rules: Checked, key: Path) -> None:
+    """Put key and first file into the site's folder, from where containers get them.
+
+    Raises:
+        HostError: when they cannot be written.
+    """
+    try:
+        (site.folder / FOLDER).mkdir(exist_ok=True)
+        (site.folder / FOLDER).chmod(0o755)  # the server is another user; the site's folder is closed
+        _write(site, KEY, key.read_bytes())
+        _write(site, RULES, rules.data)
+    except OSError as error:
+        raise HostError(f"cannot be written: {error.strerror}", place=str(site.folder / FOLDER)) from None
+
+
+def container_settings(site: Site) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables of a container, and the folders that it gets to read by their place in it."""
+    if not site.settings.runtime_rules:
+        return {}, {}
+    return RULES_ENV, {MOUNTED: str(site.folder / FOLDER)}
+
+
+def publish(site: Site, path: Path) -> Checked:
+    """Replace the file; return when the colour that serves has it in force.
+
+    Raises:
+        UsageError: when the site has no key for such rules, the file is not signed by it, or is not newer.
+        GateError: when the server refuses it or does not take it; the file before is back.
+    """
+    if not site.settings.runtime_rules:
+        hint = "`ralbuild release init --runtime-rules FILE --rules-key PUB`, then release an image"
+        raise UsageError("this site has no rules of the serving side", place=str(site.folder), hint=hint)
+    folder = site.folder / FOLDER
+    key = load_public_key(folder / KEY)
+    found, before = open_signed(path, key), open_signed(folder / RULES, key)
+    if found.sha256 != before.sha256 and found.rules.serial <= before.rules.serial:
+        message = f"has the serial {found.rules.serial}, {before.rules.serial} is in force"
+        raise UsageError(message, place=str(path), hint="raise `serial`, and compile it again")
+    _write(site, RULES, found.data)
+    refusal = _await(site, found.sha256)
+    if refusal:
+        _write(site, RULES, before.data)
+        raise GateError(refusal, place="release rules", hint="the file before is back")
+    return found
+
+
+def _await(site: Site, sha256: str) -> str:
+    """Wait until the server says that the file is in force; return what is wrong otherwise."""
+    active = site.state.active
+    if not active:
+        return ""
+    client = ServiceClient("127.0.0.1", site.settings.port(active), timeout=10.0)
+    deadline = time.monotonic() + SEEN_SECONDS
+    while True:
+        try:
+            body = client.get("/ral/info").body
+        except NoAnswerError as error:
+            return str(error)
+        said = body.get("runtime_rules") if isinstance(body, dict) else None
+        if not isinstance(said, dict):
+            return f"{active} was started without rules of the serving side: release an image again"
+        if said.get("sha256") == sha256:
+            return ""
+        if time.monotonic() > deadline:
+            reason = said.get("refused") or f"not in force after {SEEN_SECONDS:.0f} s"
+            return f"{active}: {str(reason)[:200]}"
+        time.sleep(0.2)
+
+
+def _write(site: Site, name: str, data: bytes) -> None:
+    write_atomically(site.folder / FOLDER / name, data, durable=True, mode=0o644)
