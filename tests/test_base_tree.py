@@ -13,8 +13,8 @@ from base_sources import Quiet
 
 from ralbuild.contract.places import PACKAGES_DIR
 from ralbuild.image.base import ensure_base
-from ralbuild.image.base.lock import UNUSED
 from ralbuild.image.base.lockfile import load_lock
+from ralbuild.image.base.targets import TARGETS
 from ralbuild.image.local_run import prepare_tree, read_run_config
 from ralbuild.image.treepython import python_command, python_home
 
@@ -70,7 +70,7 @@ def test_what_was_left_out_is_not_there(tree: Path) -> None:
     packages = tree / PACKAGES_DIR.lstrip("/")
     present = {path.name.split("-")[0].replace("_", "-").lower() for path in packages.glob("*.dist-info")}
     assert present == {wheel.name for wheel in load_lock("cpu").wheels}
-    assert not present & UNUSED
+    assert not present & TARGETS["cpu"].unused
     for name in ("torch/include", "torch/test", "torch/share", "torch/bin/protoc", "triton", "pip"):
         assert not (packages / name).exists()
     assert not list(packages.rglob("*.a"))

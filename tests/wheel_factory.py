@@ -21,10 +21,15 @@ def make_wheel(
     *,
     record: Mapping[str, str | None] | None = None,
     executable: tuple[str, ...] = (),
+    requires: tuple[str, ...] = (),
 ) -> Path:
-    """Write a wheel; ``record`` overrides the digest of files (None leaves one out of RECORD)."""
+    """Write a wheel; ``record`` overrides the digest of files (None leaves one out of RECORD).
+
+    ``requires`` are the requirements that its metadata declares.
+    """
     info = f"{name}-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode()
+    needs = "".join(f"Requires-Dist: {text}\n" for text in requires)
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}".encode()
     content = {
         **files,
         f"{info}/METADATA": metadata,

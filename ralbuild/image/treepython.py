@@ -13,7 +13,8 @@ from ralbuild.contract.places import PYTHON
 from ralbuild.errors import ImageError
 
 _LOADER = "lib64/ld-linux-x86-64.so.2"
-_LIBRARY_DIRS = ("lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu", "lib64", "usr/lib64", "lib", "usr/lib")
+LIBRARY_DIRS = ("lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu", "lib64", "usr/lib64", "lib", "usr/lib")
+"""Where Debian's dynamic loader looks."""
 _MAX_LINKS = 40
 
 
@@ -27,7 +28,7 @@ def python_command(tree: Path) -> list[str]:
     for path, what in ((loader, "x86-64 dynamic loader"), (python, PYTHON)):
         if not path.is_file():
             raise ImageError(f"the image has no {what}", place=str(tree))
-    folders = dict.fromkeys(str(inside(tree, name)) for name in _LIBRARY_DIRS)
+    folders = dict.fromkeys(str(inside(tree, name)) for name in LIBRARY_DIRS)
     # The machine's loader cache must not answer for a library that the image lacks.
     return [str(loader), "--inhibit-cache", "--library-path", ":".join(folders), str(python)]
 

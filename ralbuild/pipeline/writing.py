@@ -64,11 +64,21 @@ def push_image(
 
 
 def write_base(
-    target: Target, output: Output, tag: str, options: RegistryOptions, report: Report, *, refresh: bool
+    target: Target,
+    output: Output,
+    tag: str,
+    options: RegistryOptions,
+    report: Report,
+    *,
+    refresh: bool,
+    lock: Path | None = None,
 ) -> str:
-    """Build the embedded base, or take the finished one, and write it; return its manifest digest."""
+    """Build the embedded base, or take the finished one, and write it; return its manifest digest.
+
+    ``lock`` is used instead of the lock that ships with ralbuild.
+    """
     with report.stage("base") as stage:
-        layout = build_base(target, report) if refresh else ensure_base(target, report)
+        layout = build_base(target, report, lock) if refresh else ensure_base(target, report, lock)
         image = stored_image(layout)
         stage.summary = f"{len(image.layers)} layers"
     with open_registries(options) as registries:

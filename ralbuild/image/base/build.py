@@ -9,43 +9,45 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ralbuild.digests import DigestCache, make_cache_folder
-from ralbuild.errors import HostError, UsageError
+from ralbuild.errors import HostError, ImageError
 from ralbuild.image.assemble import assemble_image
 from ralbuild.image.base.apt import DebianPackage, PrivateApt
 from ralbuild.image.base.fetch import fetch_wheels
 from ralbuild.image.base.files import cache_dir, exclusive
 from ralbuild.image.base.layers import plan_base
-from ralbuild.image.base.lockfile import Lock, load_lock
+from ralbuild.image.base.libraries import Checked, check_libraries
+from ralbuild.image.base.lockfile import Lock, load_lock, read_lock
 from ralbuild.image.base.recipe import DEBIAN_PACKAGES, DROPPED_PACKAGES, MACHINE
 from ralbuild.image.base.report import Report
 from ralbuild.image.base.store import BaseStore, base_key
+from ralbuild.image.base.targets import base_target
 from ralbuild.image.base.tree import Sources, facts_of, make_tree, prove
 from ralbuild.image.disk import check_room, host_errors
 from ralbuild.image.layout import write_layout
 
-TARGETS = ("cpu",)
-ROOM = 1_600_000_000
-"""Bytes that making a base takes for a while: its file tree, and the layers written from it."""
+_NAMED = frozenset({"torch", "transformers"})
+"""Packages whose versions the labels of a base say."""
 
 
-def ensure_base(target: str, report: Report) -> Path:
+def ensure_base(target: str, report: Report, lock_file: Path | None = None) -> Path:
     """Return the layout of the embedded base for ``target``, made when there is none yet.
 
     When this lock and recipe have a finished base in the cache, nothing is resolved, downloaded or run.
+    ``lock_file`` is a lock to use instead of the one that ships with ralbuild.
 
     Raises:
         UsageError, HostError, ImageError: as `build_base`.
     """
-    lock = _lock(target)
+    lock = _lock(target, lock_file)
     store = _store()
-    with host_errors(store.folder, ROOM):
+    with host_errors(store.folder, base_target(target).room):
         found = store.newest(target, lock)
     if found is not None:
         return found
     return _build(target, lock, store, report, refresh=False)
 
 
-def build_base(target: str, report: Report) -> Path:
+def build_base(target: str, report: Report, lock_file: Path | None = None) -> Path:
     """Return the layout of a base made of the Debian packages of this moment and the locked wheels.
 
     A base of exactly these packages that is in the cache already is not made again.
@@ -55,16 +57,21 @@ def build_base(target: str, report: Report) -> Path:
         HostError: when this machine cannot make it: no apt, no network, no room, another processor.
         ImageError: when a package is not what it should be, or the result does not run.
     """
-    return _build(target, _lock(target), _store(), report, refresh=True)
+    return _build(target, _lock(target, lock_file), _store(), report, refresh=True)
 
 
-def _lock(target: str) -> Lock:
-    if target not in TARGETS:
-        message = f"this version has an embedded base for {', '.join(TARGETS)}, not for {target}"
-        raise UsageError(message, place="--target", hint="pass --base oci:DIR with a base of your own")
+def _lock(target: str, lock_file: Path | None) -> Lock:
+    base_target(target)
     if platform.machine() != MACHINE:
         raise HostError(f"the embedded base is for {MACHINE}, this machine is {platform.machine()}")
-    return load_lock(target)
+    if lock_file is None:
+        return load_lock(target)
+    lock = read_lock(lock_file)
+    missing = sorted(_NAMED - {wheel.name for wheel in lock.wheels})
+    if missing:
+        hint = "`ralbuild base lock` makes a whole one"
+        raise ImageError(f"does not lock {', '.join(missing)}", place=str(lock_file), hint=hint)
+    return lock
 
 
 def _store() -> BaseStore:
@@ -72,7 +79,7 @@ def _store() -> BaseStore:
 
 
 def _build(target: str, lock: Lock, store: BaseStore, report: Report, *, refresh: bool) -> Path:
-    with host_errors(cache_dir(), ROOM):
+    with host_errors(cache_dir(), base_target(target).room):
         sources = _fetch(target, lock, report, refresh=refresh)
         key = base_key(target, lock, sources.debian)
         with exclusive(store.lock_file):
@@ -112,7 +119,8 @@ def _kept(packages: Iterable[DebianPackage]) -> tuple[DebianPackage, ...]:
 
 
 def _make(sources: Sources, key: str, store: BaseStore, report: Report) -> Path:
-    check_room(store.folder, ROOM)
+    target = base_target(sources.target)
+    check_room(store.folder, target.room)
     work = store.new_work_dir()
     try:
         tree, layout = work / "tree", work / "layout"
@@ -120,11 +128,18 @@ def _make(sources: Sources, key: str, store: BaseStore, report: Report) -> Path:
         make_tree(sources, tree, report)
         report.step("running the base once and writing its layers")
         facts = facts_of(tree, sources)
+        checked = check_libraries(tree, system=target.system)
         with ThreadPoolExecutor(1) as pool:
             proof = pool.submit(prove, tree, facts)
             image = assemble_image(plan_base(tree, sources.target, sources.lock, facts))
             write_layout(layout, image, "", DigestCache(None), None, report.note)
             proof.result()
+        report.note(_found(checked))
         return store.put(key, layout)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _found(checked: Checked) -> str:
+    system = f"; the machine brings {', '.join(checked.system)}" if checked.system else ""
+    return f"{checked.files} programs and libraries find every library they need{system}"

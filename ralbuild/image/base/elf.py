@@ -14,9 +14,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-_MAGIC = b"\x7fELF\x02\x01"  # 64 bit, little endian
-_FILE_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
+MAGIC = b"\x7fELF\x02\x01"  # 64 bit, little endian
+FILE_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 _SHOFF_AT = 40
 _SHT_NULL, _SHT_SYMTAB, _SHT_NOBITS = 0, 2, 8
@@ -79,10 +79,10 @@ class _Plan:
 
 def _plan(fd: int) -> _Plan | None:
     size = os.fstat(fd).st_size
-    head = os.pread(fd, _FILE_HEADER.size, 0)
-    if not head.startswith(_MAGIC):
+    head = os.pread(fd, FILE_HEADER.size, 0)
+    if not head.startswith(MAGIC):
         return None
-    fields = _FILE_HEADER.unpack(head)
+    fields = FILE_HEADER.unpack(head)
     phoff, shoff, phnum, shnum, names = fields[5], fields[6], fields[10], fields[12], fields[13]
     sections = [
         _Section(*item)
@@ -122,8 +122,8 @@ def _dropped(fd: int, sections: list[_Section], names_index: int) -> set[int]:
 
 def _segments_end(fd: int, offset: int, count: int) -> int:
     """Return the first byte after every segment, loaded or not, and after the program headers."""
-    data = _read(fd, offset, count * _PROGRAM_HEADER.size)
-    ends = [start + size for _, _, start, _, _, size, _, _ in _PROGRAM_HEADER.iter_unpack(data)]
+    data = _read(fd, offset, count * PROGRAM_HEADER.size)
+    ends = [start + size for _, _, start, _, _, size, _, _ in PROGRAM_HEADER.iter_unpack(data)]
     end: int = max([offset + len(data), *ends])
     return end
 

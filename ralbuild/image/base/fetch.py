@@ -24,10 +24,10 @@ PLATFORMS = (
 _MISMATCH = re.compile(r"Expected sha256 (?P<needed>[0-9a-f]{64}).*?Got\s+(?P<found>[0-9a-f]{64})", re.DOTALL)
 _UNFOUND = re.compile(r"No matching distribution found for (?P<requirement>\S+)")
 _TORCH_HINT = (
-    "the lock needs this CPU build of torch: let pip find it (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), "
-    "or lock the build you have with python -m ralbuild.image.base.lock"
+    "the lock needs this build of torch, which for the cpu base is a CPU build of torch: let pip find it "
+    "(PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), or lock the build you have with `ralbuild base lock`"
 )
-_HINT = "check pip's index settings, or make a new lock with python -m ralbuild.image.base.lock"
+_HINT = "check pip's index settings, or make a new lock with `ralbuild base lock`"
 
 
 def fetch_wheels(wheels: Sequence[LockedWheel], folder: Path, report: Report) -> dict[str, Path]:
@@ -53,34 +53,27 @@ def fetch_wheels(wheels: Sequence[LockedWheel], folder: Path, report: Report) ->
     return found
 
 
-def pip_download(arguments: list[str], folder: Path) -> None:
-    """Run ``pip download`` for the base's Python and platform, into ``folder``.
+def run_pip(verb: str, arguments: list[str]) -> None:
+    """Run ``pip download`` or ``pip install --dry-run`` for the base's Python and platform.
 
     Raises:
         HostError: when pip is missing or fails for a reason that `_explain` does not know.
         ImageError: when pip found another file than the locked one.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-input",
-        "--disable-pip-version-check",
-    ]
+    command = [sys.executable, "-m", "pip", verb, "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--only-binary=:all:", f"--python-version={PYTHON_VERSION}", "--implementation=cp"]
     command += [f"--platform={name}" for name in PLATFORMS]
-    command += ["--dest", str(folder), *arguments]
+    command += arguments
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
-        raise _explain(done.stderr)
+        raise _explain(verb, done.stderr)
 
 
 def _download(wheels: Sequence[LockedWheel], folder: Path) -> None:
     requirements = folder / "requirements.txt"
     requirements.write_text(format_lock(wheels, "# what is missing"), encoding="utf-8")
-    pip_download(["--no-deps", "--require-hashes", "--requirement", str(requirements)], folder)
+    options = ["--dest", str(folder), "--no-deps", "--require-hashes", "--requirement", str(requirements)]
+    run_pip("download", options)
 
 
 def _cached(wheels: Sequence[LockedWheel], folder: Path) -> dict[str, Path]:
@@ -96,7 +89,7 @@ def _cached(wheels: Sequence[LockedWheel], folder: Path) -> dict[str, Path]:
     return found
 
 
-def _explain(stderr: str) -> RalError:
+def _explain(verb: str, stderr: str) -> RalError:
     lines = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR: ")]
     mismatch, unfound = _MISMATCH.search(stderr), _UNFOUND.search(stderr)
     if mismatch:
@@ -111,7 +104,7 @@ def _explain(stderr: str) -> RalError:
     if "No module named pip" in stderr:
         return HostError(f"{sys.executable} has no pip", hint="run: python -m ensurepip")
     message = "; ".join(lines[:3]) or "failed without saying why"
-    return HostError(message, place="pip download", hint=_hint(message))
+    return HostError(message, place=f"pip {verb}", hint=_hint(message))
 
 
 def _hint(text: str) -> str:

@@ -9,7 +9,16 @@ from pathlib import Path
 from ralbuild.contract.places import BASE_MANIFEST, PACKAGES_DIR, USER_ID
 from ralbuild.contract.tarball import EXECUTABLE_MODE, FILE_MODE, STICKY_DIR_MODE
 from ralbuild.image.base.lockfile import Lock
-from ralbuild.image.base.recipe import CONTRACT, EMPTY_DIRS, ENVIRONMENT, RECIPE, STICKY_DIRS, WORKING_DIR
+from ralbuild.image.base.recipe import (
+    CONTRACT,
+    CUDA_ENVIRONMENT,
+    EMPTY_DIRS,
+    ENVIRONMENT,
+    RECIPE,
+    STICKY_DIRS,
+    WORKING_DIR,
+)
+from ralbuild.image.base.targets import base_target
 from ralbuild.image.base.tree import Facts
 from ralbuild.image.plan import (
     DirEntry,
@@ -25,17 +34,19 @@ from ralbuild.image.plan import (
 LABELS = "io.ralbuild.base."
 _PACKAGES = PACKAGES_DIR.strip("/") + "/"
 _MANIFEST = BASE_MANIFEST.strip("/")
+_CUDA = ("nvidia/", "nvidia_")
 _TORCH = ("functorch/", "torch/", "torch-", "torchgen/")
 _OWNED = _PACKAGES.partition("/")[0]
 
 
 def plan_base(tree: Path, target: str, lock: Lock, facts: Facts) -> ImagePlan:
-    """Return the plan of the base: Debian, torch, the other packages, then the list of it all.
+    """Return the plan of the base: Debian, CUDA if any, torch, the other packages, then the list of it all.
 
     No date is in it, whatever ``SOURCE_DATE_EPOCH`` says: a base is shared by images of many commits.
     """
     system: list[Entry] = [DirEntry(path) for path in EMPTY_DIRS]
     system += [DirEntry(path, STICKY_DIR_MODE) for path in STICKY_DIRS]
+    cuda: list[Entry] = []
     torch: list[Entry] = []
     packages: list[Entry] = []
     manifest: list[Entry] = []
@@ -45,12 +56,16 @@ def plan_base(tree: Path, target: str, lock: Lock, facts: Facts) -> ImagePlan:
             manifest.append(entry)
         elif inner == entry.path:
             system.append(entry)
+        elif inner.startswith(_CUDA):
+            cuda.append(entry)
         elif inner.startswith(_TORCH):
             torch.append(entry)
         else:
             packages.append(entry)
+    libraries = LayerPlan(f"CUDA {base_target(target).cuda}", "small", tuple(cuda), (_OWNED,))
     layers = (
         LayerPlan(f"Debian {facts.debian} and Python {facts.python}", "small", tuple(system), ("",)),
+        *((libraries,) if cuda else ()),
         LayerPlan(f"torch {facts.torch}", "small", tuple(torch), (_OWNED,)),
         LayerPlan("Python packages", "small", tuple(packages), (_OWNED,)),
         LayerPlan("list of packages", "small", tuple(manifest)),
@@ -72,8 +87,10 @@ def _entries(tree: Path) -> Iterator[Entry]:
 
 
 def _config(target: str, lock: Lock, facts: Facts) -> ImageConfig:
+    cuda = base_target(target).cuda
     labels = {
         "contract": CONTRACT,
+        **({"cuda": cuda} if cuda else {}),
         "debian": facts.debian,
         "lock": lock.sha256,
         "python": facts.python,
@@ -83,7 +100,7 @@ def _config(target: str, lock: Lock, facts: Facts) -> ImageConfig:
         "transformers": facts.transformers,
     }
     return ImageConfig(
-        env=ENVIRONMENT,
+        env=(*ENVIRONMENT, *(CUDA_ENVIRONMENT if cuda else ())),
         cmd=("/usr/bin/python3.11",),
         user=f"{USER_ID}:{USER_ID}",
         workdir=WORKING_DIR,

@@ -1,107 +1,87 @@
-"""``python -m ralbuild.image.base.lock``: resolve the runtime's packages anew and rewrite the lock.
+"""`ralbuild base lock`: resolve the packages of a base anew and rewrite its lock.
 
-Prints what changed, one package a line. The result is code: review it, run the tests of the base
-(they import every model family from a base made of it), commit it.
+The result is code: review it, run the tests of the base (they import every model family from a base
+made of it), commit it.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from ralbuild.digests import make_cache_folder
+from ralbuild.errors import HostError
 from ralbuild.files import write_atomically
-from ralbuild.image.base.fetch import pip_download
-from ralbuild.image.base.files import cache_dir, hash_file
-from ralbuild.image.base.lockfile import LOCK_NAME, LockedWheel, format_lock, normalised, parse_lock
-
-ROOTS = (
-    "torch==2.13.0",
-    "transformers==5.24.*",
-    "tokenizers",
-    "safetensors",
-    "jinja2",
-    "starlette",
-    "uvicorn",
-    "prometheus-client",
-    "numpy",
-)
-"""What the runtime imports; pip adds what these declare."""
-
-UNUSED = frozenset(
-    {
-        # The command lines of transformers and huggingface-hub.
-        *("annotated-doc", "annotated-types", "markdown-it-py", "mdurl", "pydantic", "pydantic-core"),
-        *("pygments", "rich", "shellingham", "typer", "typing-inspection"),
-        # Downloads from a model hub, and remote file systems: the image needs no network.
-        *("fsspec", "hf-xet"),
-        # Building extensions, and drawing graphs of programs: nothing is compiled in the image.
-        *("networkx", "setuptools"),
-    }
-)
-"""Declared dependencies that no import of a server reaches; tests/test_base_tree.py proves it."""
+from ralbuild.image.base.lockfile import LockedWheel, format_lock, read_lock, shipped_lock
+from ralbuild.image.base.resolve import resolve
+from ralbuild.image.base.targets import base_target
 
 _COMMENT = """\
-# The Python packages of the embedded CPU base. Made by: python -m ralbuild.image.base.lock
-# Every wheel is for CPython 3.11 on x86_64 Linux. torch is a CPU build.
+# The Python packages of the embedded {name} base. Made by: ralbuild base lock --target {name}
+# Every wheel is for CPython 3.11 on x86_64 Linux. {about}
 """
 
 
-def resolve() -> list[LockedWheel]:
-    """Let pip resolve `ROOTS` with its index settings; return every wheel but the unused, sorted.
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """What a refresh did: changes and notes, one line each; number and bytes of all packages."""
+
+    path: Path
+    changes: tuple[str, ...]
+    notes: tuple[str, ...]
+    packages: int
+    size: int
+
+
+def refresh_lock(name: str, path: Path | None, *, dry_run: bool) -> Refreshed:
+    """Resolve the packages of the target ``name`` and write the lock, unless ``dry_run``.
+
+    ``path`` is the lock's file; None stands for the one that ships with ralbuild.
 
     Raises:
-        HostError: when pip finds no solution.
+        UsageError: for an unknown target.
+        HostError: when pip finds no solution, or the file cannot be written.
+        ImageError: when the lock that is there is none, or the packages do not fit together.
     """
-    folder = cache_dir() / "wheels"
-    make_cache_folder(folder)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as name:
-        pip_download([*ROOTS, f"--find-links={folder}"], Path(name))
-        wheels = []
-        for path in sorted(Path(name).glob("*.whl")):
-            project, version = path.name.split("-")[:2]
-            if normalised(project) not in UNUSED:
-                wheels.append(LockedWheel(normalised(project), version, (hash_file(path),)))
-                path.replace(folder / path.name)
-    return sorted(wheels, key=lambda wheel: wheel.name)
+    target = base_target(name)
+    path = path or shipped_lock(name)
+    old = read_lock(path).wheels if path.exists() else ()
+    new = resolve(target)
+    if not dry_run:
+        text = format_lock(new.wheels, _COMMENT.format(name=target.name, about=target.about))
+        try:
+            write_atomically(path, text.encode())
+        except OSError as error:
+            hint = "name another file with --lock"
+            raise HostError(f"cannot be written: {error.strerror}", place=str(path), hint=hint) from None
+    total = sum(wheel.size for wheel in new.wheels)
+    return Refreshed(path, tuple(changes(old, new.wheels)), new.notes, len(new.wheels), total)
 
 
-def changes(old: list[LockedWheel], new: list[LockedWheel]) -> list[str]:
-    """Return one line for each package that was added, removed, moved or rebuilt."""
+def changes(old: Sequence[LockedWheel], new: Sequence[LockedWheel]) -> list[str]:
+    """Return one line for each package that was added, removed, moved or rebuilt, with sizes where known."""
     before = {wheel.name: wheel for wheel in old}
     after = {wheel.name: wheel for wheel in new}
     lines = []
     for name in sorted(before.keys() | after.keys()):
         was, now = before.get(name), after.get(name)
         if was is None and now is not None:
-            lines.append(f"+ {name} {now.version}")
+            lines.append(f"+ {name} {now.version}{_sizes(now)}")
         elif was is not None and now is None:
-            lines.append(f"- {name} {was.version}")
-        elif was is not None and now is not None and was != now:
-            note = (
-                f"{was.version} -> {now.version}"
-                if was.version != now.version
-                else f"{now.version}, another file"
-            )
-            lines.append(f"  {name} {note}")
+            lines.append(f"- {name} {was.version}{_sizes(was)}")
+        elif was is not None and now is not None and (was.version, was.sha256) != (now.version, now.sha256):
+            moved = was.version != now.version
+            note = f"{was.version} -> {now.version}" if moved else f"{now.version}, another file"
+            lines.append(f"  {name} {note}{_sizes(now, was)}")
     return lines
 
 
-def main() -> int:
-    """Rewrite the lock of the CPU base (or the file given) and print what changed."""
-    default = Path(__file__).parents[2] / "data" / LOCK_NAME.format(target="cpu")
-    parser = argparse.ArgumentParser(prog="python -m ralbuild.image.base.lock", description=main.__doc__)
-    parser.add_argument("file", nargs="?", type=Path, default=default, help="lock to rewrite")
-    path: Path = parser.parse_args().file
-    old = list(parse_lock(path.read_text(encoding="utf-8"), path.name).wheels) if path.exists() else []
-    new = resolve()
-    write_atomically(path, format_lock(new, _COMMENT).encode())
-    for line in changes(old, new) or ["no change"]:
-        sys.stdout.write(line + "\n")
-    return 0
+def _sizes(now: LockedWheel, was: LockedWheel | None = None) -> str:
+    if not now.size:
+        return ""
+    before = f", was {_megabytes(was.size)}" if was is not None and was.size else ""
+    return f" ({_megabytes(now.size)}{before})"
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

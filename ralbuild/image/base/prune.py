@@ -27,6 +27,17 @@ _ANY_WHEEL = (
 )
 _BY_WHEEL = {
     "mpmath": ("mpmath/tests/*",),
+    "nvidia-cublas-cu12": ("*/libnvblas.so.*",),  # for programs that call a BLAS of the CPU
+    "nvidia-cuda-cupti-cu12": (
+        "*/libcheckpoint.so",
+        "*/libnvperf_*.so",
+        "*/libpcsamplingutil.so",
+    ),  # profilers
+    # torch is linked to NVRTC, so its library stays; without its builtins it refuses to compile anything.
+    "nvidia-cuda-nvrtc-cu12": ("*/libnvrtc-builtins.so*",),
+    "nvidia-cufft-cu12": ("*/libcufftw.so.*",),  # FFTW's interface
+    "nvidia-cusolver-cu12": ("*/libcusolverMg.so.*",),  # several GPUs at one matrix
+    "nvidia-nvjitlink-cu12": ("*/res/*",),
     "numpy": (
         "numpy/*/tests/*",
         "numpy/tests/*",
@@ -54,6 +65,8 @@ _BY_WHEEL = {
     ),
     "transformers": ("transformers/models/*/modular_*.py",),  # what modeling_*.py is generated from
 }
+_NVIDIA = ("nvidia/__init__.py", "nvidia/*/include/*")
+"""Every wheel of NVIDIA's brings the first; without it the folder is a namespace, and nothing imports it."""
 _KEPT = ("torch/bin/torch_shm_manager",)
 """Tensors shared between processes need it; without it `import torch` fails on some paths."""
 
@@ -63,7 +76,8 @@ def keeps(wheel: str) -> Callable[[str], bool]:
 
     It takes the path below the packages folder. Patterns are those of `fnmatch`: ``*`` matches slashes.
     """
-    patterns = (*_ANY_WHEEL, *_BY_WHEEL.get(wheel, ()))
+    shared = _NVIDIA if wheel.startswith("nvidia-") else ()
+    patterns = (*_ANY_WHEEL, *shared, *_BY_WHEEL.get(wheel, ()))
 
     def keep(path: str) -> bool:
         return path in _KEPT or not any(fnmatchcase(path, pattern) for pattern in patterns)

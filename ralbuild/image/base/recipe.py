@@ -161,4 +161,10 @@ ENVIRONMENT = (
     ("HF_HUB_OFFLINE", "1"),
     ("TRANSFORMERS_OFFLINE", "1"),
 )
+CUDA_ENVIRONMENT = (
+    # For the container runtime, as in NVIDIA's own images: what of the driver to mount, and which is too old.
+    ("NVIDIA_VISIBLE_DEVICES", "all"),
+    ("NVIDIA_DRIVER_CAPABILITIES", "compute,utility"),
+    ("NVIDIA_REQUIRE_CUDA", "cuda>=12.2"),
+)
 WORKING_DIR = "/tmp"  # noqa: S108

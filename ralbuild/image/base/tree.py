@@ -20,6 +20,7 @@ from ralbuild.image.base.prune import keeps
 from ralbuild.image.base.recipe import PYTHON_VERSION, RECIPE
 from ralbuild.image.base.report import Report
 from ralbuild.image.base.rootfs import make_rootfs
+from ralbuild.image.base.targets import base_target
 from ralbuild.image.base.wheel import unpack_wheel
 from ralbuild.image.treepython import python_command, python_home
 
@@ -29,9 +30,21 @@ import json, platform, ssl
 import jinja2, numpy, prometheus_client, safetensors.torch, starlette.applications, tokenizers, torch, uvicorn
 import transformers
 from transformers.models.llama import modeling_llama
-json.dump({"python": platform.python_version(), "torch": torch.__version__,
-           "transformers": transformers.__version__, "sum": torch.ones(8, 8).sum().item()}, open(1, "w"))
+found = {"python": platform.python_version(), "torch": torch.__version__,
+         "transformers": transformers.__version__, "sum": torch.ones(8, 8).sum().item()}
 """
+# Both libraries answer without a GPU. NVRTC must refuse: 7 is NVRTC_ERROR_BUILTIN_OPERATION_FAILURE.
+_CUDA_PROOF = """\
+import ctypes
+version, program = ctypes.c_int(), ctypes.c_void_p()
+ctypes.CDLL("libcudart.so.12").cudaRuntimeGetVersion(ctypes.byref(version))
+folder = torch.__path__[0] + "/../nvidia/cuda_nvrtc/lib/"
+nvrtc = ctypes.CDLL(folder + "libnvrtc.so.12")
+nvrtc.nvrtcCreateProgram(ctypes.byref(program), b"__global__ void k() {}", b"k.cu", 0, None, None)
+found |= {"cuda": version.value, "nvrtc": nvrtc.nvrtcCompileProgram(program, 0, None)}
+"""
+_PROOF_END = 'json.dump(found, open(1, "w"))'
+_NVRTC_REFUSES = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,7 @@ class Facts:
     torch: str
     transformers: str
     debian: str
+    cuda: str = ""
 
 
 def make_tree(sources: Sources, tree: Path, report: Report) -> None:
@@ -87,11 +101,14 @@ def facts_of(tree: Path, sources: Sources) -> Facts:
         torch=sources.lock.version("torch"),
         transformers=sources.lock.version("transformers"),
         debian=(tree / "etc/debian_version").read_text(encoding="ascii").strip(),
+        cuda=base_target(sources.target).cuda,
     )
 
 
 def prove(tree: Path, facts: Facts) -> None:
     """Run the tree's Python: import what a server imports, compute something, compare the versions.
+
+    Every function of every library that is loaded is bound at once, so that none is missing later.
 
     Raises:
         ImageError: when it does not run or is not what ``facts`` says.
@@ -103,18 +120,33 @@ def prove(tree: Path, facts: Facts) -> None:
         "LANG": "C.UTF-8",
         "HOME": "/nonexistent",
         "HF_HUB_OFFLINE": "1",
+        "LD_BIND_NOW": "1",
     }
-    command = [*python_command(tree), "-s", "-P", "-W", "ignore", "-c", _PROOF]
+    code = _PROOF + (_CUDA_PROOF if facts.cuda else "") + _PROOF_END
+    command = [*python_command(tree), "-s", "-P", "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tree)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
         raise ImageError(f"the finished base does not run: {last[0]}", hint="this is a bug in its recipe")
     found = json.loads(done.stdout)
     for name in ("python", "torch", "transformers"):
-        if found[name] != getattr(facts, name):
-            raise ImageError(f"the base has {name} {found[name]}, it should have {getattr(facts, name)}")
+        needed = getattr(facts, name)
+        # PyPI's build of torch calls itself 2.4.1+cu121; its wheel does not.
+        if needed not in (found[name], found[name].partition("+")[0]):
+            raise ImageError(f"the base has {name} {found[name]}, it should have {needed}")
     if found["sum"] != 64:
         raise ImageError(f"torch in the base computes that 64 ones sum up to {found['sum']}")
+    if facts.cuda:
+        _check_cuda(facts.cuda, found["cuda"], found["nvrtc"])
+
+
+def _check_cuda(needed: str, runtime: int, nvrtc: int) -> None:
+    """Compare CUDA's number of its version, 12020 for 12.2, and what NVRTC said to a program."""
+    found = f"{runtime // 1000}.{runtime % 1000 // 10}"
+    if not needed.startswith(f"{found}."):
+        raise ImageError(f"the base has the CUDA runtime {found}, it should have {needed}")
+    if nvrtc != _NVRTC_REFUSES:
+        raise ImageError("the base can compile CUDA code at run time", hint="leave NVRTC's builtins out")
 
 
 def _install(name: str, sources: Sources, packages: Path) -> None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+_KNOWS_GROUPS = torch.__version__ >= "2.5"
+"""Attention takes fewer key heads than query heads; the base for CUDA has an earlier torch."""
 BUCKET = 64
 """The smallest capacity, in positions."""
 SPARE = 4
@@ -174,14 +176,21 @@ class _Chunk:
             self._masks[window] = self._mask(window)
         mask = self._masks[window]
         seen = pool.layers[layer][row : row + 1, :, : self._last]
+        keys, values = seen[:, : pool.shape.heads], seen[:, pool.shape.heads :]
+        grouped = {"enable_gqa": True} if query.shape[1] != pool.shape.heads else {}
+        if grouped and not _KNOWS_GROUPS:
+            keys, values = (
+                side.repeat_interleave(query.shape[1] // pool.shape.heads, 1) for side in (keys, values)
+            )
+            grouped = {}
         out = scaled_dot_product_attention(
             query.transpose(0, 1)[None],
-            seen[:, : pool.shape.heads],
-            seen[:, pool.shape.heads :],
+            keys,
+            values,
             attn_mask=mask,
             is_causal=mask is None and len(query) > 1,
             scale=scale,
-            enable_gqa=query.shape[1] != pool.shape.heads,
+            **grouped,
         )
         return out[0].transpose(0, 1)
 
