@@ -31,7 +31,7 @@ class Generation:
         self.sink = sink
         self.cancelled = False
         self.arrived = time.monotonic()
-        self.first_token = 0.0
+        self.latest_token = 0.0
         self.read = 0
         self.lane: Lane | None = None
         self.stream = TextStream(order.stops)
@@ -80,6 +80,10 @@ class Engine:
     def alive(self) -> bool:
         """False once the thread has ended."""
         return self._thread.is_alive()
+
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, at most ``seconds``."""
+        self._thread.join(seconds)
 
     @property
     def busy(self) -> int:
@@ -181,16 +185,22 @@ class Engine:
             if last:
                 self._reading.popleft()
                 self._running.append(generation)
-                generation.first_token = time.monotonic()
-                self._metrics.first_token.observe(generation.first_token - generation.arrived)
+                generation.latest_token = time.monotonic()
+                self._metrics.first_token.observe(generation.latest_token - generation.arrived)
                 self._deliver(generation)
 
     def _step(self) -> None:
         begin = time.monotonic()
         running = list(self._running)
         self._graph.step([_lane(generation) for generation in running])
+        now = time.monotonic()
         for generation in running:
+            self._metrics.between_tokens.observe(now - generation.latest_token)
+            generation.latest_token = now
             self._deliver(generation)
+        self._metrics.held_bytes.set(
+            sum(len(_lane(item).slot.text.pending) + item.stream.held for item in self._running)
+        )
         self._metrics.step.observe(time.monotonic() - begin)
 
     def _deliver(self, generation: Generation) -> None:

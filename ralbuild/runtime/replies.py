@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.orders import Piece
 
 DONE = b"data: [DONE]\n\n"
@@ -27,6 +28,7 @@ class Reply:
         model: as the client named it.
         prompt_tokens: tokens of the prompt.
         include_usage: end a stream with a usage event.
+        choices: answers to this one request.
     """
 
     chat: bool
@@ -35,42 +37,46 @@ class Reply:
     model: str
     prompt_tokens: int
     include_usage: bool
+    choices: int
 
-    def whole(self, text: str, last: Piece) -> dict[str, Any]:
-        """Return the unary answer."""
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": last.finish}
-        if self.chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
+    def whole(self, texts: Sequence[str], lasts: Sequence[Piece]) -> dict[str, Any]:
+        """Return the unary answer: a text and a last piece for each choice."""
+        choices = []
+        for index, (text, last) in enumerate(zip(texts, lasts, strict=True)):
+            choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": last.finish}
+            if self.chat:
+                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                choice["text"] = text
+            choices.append(choice)
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": [choice], "usage": self._usage(last)}
+        return {**self._head(kind), "choices": choices, "usage": self._usage(lasts)}
 
     def opening(self) -> Iterator[bytes]:
         """Yield the events that begin a stream: a chat names its role first."""
         if self.chat:
-            yield self._event({"delta": {"role": "assistant", "content": ""}})
+            for index in range(self.choices):
+                yield self._event(index, {"delta": {"role": "assistant", "content": ""}})
 
-    def piece(self, piece: Piece) -> Iterator[bytes]:
-        """Yield the events of a piece; the last piece ends the stream."""
-        if piece.error:
-            error = {"message": piece.error, "type": "server_error", "param": None, "code": "engine_error"}
-            yield _data({"error": error})
-            return
+    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
+        """Yield the events of one choice's piece; its last one has the finish reason."""
         for begin in range(0, len(piece.text), _MOST_CHARACTERS):
-            yield self._event(self._delta(piece.text[begin : begin + _MOST_CHARACTERS]))
+            yield self._event(index, self._delta(piece.text[begin : begin + _MOST_CHARACTERS]))
         if piece.finish:
             end: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-            yield self._event(end, piece.finish)
-            if self.include_usage:
-                yield _data({**self._chunk_head(), "choices": [], "usage": self._usage(piece)})
-            yield DONE
+            yield self._event(index, end, piece.finish)
+
+    def closing(self, lasts: Sequence[Piece]) -> Iterator[bytes]:
+        """Yield the events that end a stream whose choices have all ended."""
+        if self.include_usage:
+            yield _data({**self._chunk_head(), "choices": [], "usage": self._usage(lasts)})
+        yield DONE
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self.chat else {"text": text}
 
-    def _event(self, content: dict[str, Any], finish: str | None = None) -> bytes:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+    def _event(self, index: int, content: dict[str, Any], finish: str | None = None) -> bytes:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish}
         event = {**self._chunk_head(), "choices": [choice]}
         if self.include_usage:
             event["usage"] = None
@@ -83,12 +89,18 @@ class Reply:
         prefix = "chatcmpl" if self.chat else "cmpl"
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
-    def _usage(self, last: Piece) -> dict[str, int]:
+    def _usage(self, lasts: Sequence[Piece]) -> dict[str, int]:
+        drawn = sum(last.tokens for last in lasts)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": last.tokens,
-            "total_tokens": self.prompt_tokens + last.tokens,
+            "completion_tokens": drawn,
+            "total_tokens": self.prompt_tokens + drawn,
         }
+
+
+def error_event(error: ApiError) -> bytes:
+    """Return the event of a failure after the 200: clients raise it, and nothing is cut silently."""
+    return _data(error.body())
 
 
 def _data(value: dict[str, Any]) -> bytes:
