@@ -464,15 +464,16 @@ def test_sigterm_lets_streams_end_refuses_new_work_and_exits_with_0(image: Image
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_a_stream_without_a_trace(image: Image, sent: signal.Signals) -> None:
+def test_a_second_signal_ends_a_stream_with_an_error_and_no_trace(image: Image, sent: signal.Signals) -> None:
     with running(image, ONE_THREAD) as runtime:
         stream = open_stream(runtime, 470)
         runtime.process.send_signal(sent)
         while runtime.get("/ready")[0] == 200:
             time.sleep(0.005)
         runtime.process.send_signal(sent)
+        last = stream.read().strip().split(b"\n\n")[-1]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "shut_down"
         assert runtime.process.wait(timeout=60) == 0
-        stream.close()
         assert "Traceback" not in runtime.log
         assert "stopped" in runtime.log
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Send
 from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.orders import Piece
 from ralbuild.runtime.replies import PING, Reply, error_event
-from ralbuild.runtime.supervisor import Ticket
+from ralbuild.runtime.tickets import Ticket
 from ralbuild.runtime.wire import Message
 
 PING_SECONDS = 15.0

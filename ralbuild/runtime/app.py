@@ -25,7 +25,8 @@ from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.log import log_event
 from ralbuild.runtime.replies import Reply
 from ralbuild.runtime.requests import find_route
-from ralbuild.runtime.supervisor import Supervisor, Ticket
+from ralbuild.runtime.supervisor import Supervisor
+from ralbuild.runtime.tickets import Ticket
 
 MAX_BODY_BYTES = 4 << 20
 BODY_SECONDS = 60.0

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import os
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ from ralbuild.runtime.exposition import ServerMetrics
 from ralbuild.runtime.lifecycle import RESTARTING, UNLOADED, Lifecycle
 from ralbuild.runtime.log import log_event
 from ralbuild.runtime.memory import resident
-from ralbuild.runtime.wire import Frames, Message, pack, pack_error, unpack_error
+from ralbuild.runtime.tickets import Ticket
+from ralbuild.runtime.wire import Frames, Message, pack
 from ralbuild.runtime.workers import WorkerProcess, reap_orphans
 
 MAX_PENDING = 64
@@ -35,31 +37,6 @@ _REAP_SECONDS = 5.0
 _READ = 1 << 18
 _SERIES_SECONDS = 1.0
 _LOST = ApiError(503, "worker_lost", "the process that ran this request has ended; try again", retry_after=1)
-
-
-class Ticket:
-    """One request as the supervisor follows it; `take` gives what the worker says, None on a hang-up."""
-
-    def __init__(self, number: int, message: Message, body: bytes) -> None:
-        self.number = number
-        self.frame = pack(message, body)
-        self.pending = True
-        self._said: asyncio.Queue[Message | None] = asyncio.Queue()
-
-    def put(self, message: Message | None) -> None:
-        """Add what was said."""
-        self._said.put_nowait(message)
-
-    async def take(self) -> Message | None:
-        """Return what comes next; raises ApiError when the request was refused or lost."""
-        message = await self._said.get()
-        if message is not None and message["say"] == "error":
-            raise unpack_error(message["error"])
-        return message
-
-    def fail(self, error: ApiError) -> None:
-        """End the request with an error."""
-        self.put({"say": "error", "error": pack_error(error)})
 
 
 class Supervisor:
@@ -229,6 +206,10 @@ class Supervisor:
             self._lifecycle.failure = error
         except OSError as error:
             self._lifecycle.failure = WorkerLostError(f"cannot be started: {error}", place="worker")
+        except Exception as error:
+            # A bug. Without a keeper nothing would ever be served again: end with the trace instead.
+            log_event("supervisor failed", trace=traceback.format_exc())
+            self._lifecycle.failure = StartError(f"{type(error).__name__}: {error}")
         finally:
             self.abandon(_LOST)
             self._changed.set()
