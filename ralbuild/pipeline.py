@@ -409,7 +409,7 @@ def _engine(loaded: LoadedConfig, model: ScannedModel, target: Target) -> contra
     if dtype == "auto":
         dtype = "float32" if target == "cpu" else "bfloat16"
     length = min(config.max_seq_len, limit) if limit else config.max_seq_len
-    return contract.Engine(config.max_batch_size, length, dtype)
+    return contract.Engine(config.max_batch_size, length, dtype, config.runtime.idle_unload)
 
 
 def _user_steps(loaded: LoadedConfig, model: ScannedModel, max_seq_len: int) -> tuple[UserStep, ...]:

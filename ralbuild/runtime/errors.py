@@ -58,6 +58,12 @@ class PatchUnsupportedError(StartError):
     exit_code = 85
 
 
+class WorkerLostError(StartError):
+    """The worker process dies again and again, or cannot be started."""
+
+    exit_code = 86
+
+
 class ApiError(Exception):
     """A request that is answered with an error in OpenAI's shape.
 
@@ -94,4 +100,10 @@ class ApiError(Exception):
         return {"error": {**self.extra, **error}}
 
 
-_TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
