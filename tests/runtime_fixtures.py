@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -40,6 +43,9 @@ from ralbuild.contract.manifest import ModelFile, ModelManifest
 from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT, STATE_BITS, Front, write_transducer
 from ralbuild.contract.vocab import write_vocab
 from ralbuild.fold.routes import RoutePatterns
+from ralbuild.runtime.service import Service
+from ralbuild.runtime.wire import Frames, pack
+from ralbuild.runtime.worker import Desk
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -375,13 +381,15 @@ def _model_file(path: Path) -> ModelFile:
 class Runtime:
     """``python -m ralbuild.runtime`` on a free port of the loopback interface."""
 
-    def __init__(self, image: Image, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, image: Image, env: Mapping[str, str] | None = None, *, prefix: Sequence[str] = ()
+    ) -> None:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RAL_")}
         settings = {"RAL_ROOT": str(image.root), "RAL_HOST": "127.0.0.1", "RAL_PORT": "0"}
         self._log = image.root / "runtime.log"
         self._errors = self._log.open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ralbuild.runtime"],
+            [*prefix, sys.executable, "-m", "ralbuild.runtime"],
             env=clean | settings | {"RAL_BUNDLE_SHA256": image.digest} | dict(env or {}),
             stderr=self._errors,
         )
@@ -393,11 +401,13 @@ class Runtime:
 
     def wait_listening(self) -> None:
         """Wait until the port is known; it answers from then on."""
-        while "listening " not in self.log:
+        while not re.search(r"listening.*port.*\n", self.log):
             assert self.process.poll() is None, self.log
             time.sleep(0.02)
-        line = next(line for line in self.log.splitlines() if " listening " in line)
-        self.url = f"http://127.0.0.1:{line.rpartition('port=')[2]}"
+        # Plain or JSON.
+        found = re.search(r"listening.*port\W+(\d+)", self.log)
+        assert found is not None
+        self.url = f"http://127.0.0.1:{found[1]}"
 
     def wait_ready(self) -> None:
         self.wait_listening()
@@ -451,3 +461,32 @@ def refused(image: Image, env: Mapping[str, str] | None = None) -> tuple[int, st
         return runtime.process.wait(timeout=120), runtime.log
     finally:
         runtime.close()
+
+
+class ThreadWorker:
+    """A worker in a thread of this process: the real desk behind the real wire."""
+
+    def __init__(self, service: Service) -> None:
+        self.connection, self._theirs = socket.socketpair()
+        self._service = service
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _say(self, message: Any) -> None:
+        self._theirs.sendall(pack(message))
+
+    def _run(self) -> None:
+        desk, frames = Desk(self._service, self._say), Frames()
+        self._say({"say": "ready", "info": self._service.info(), "idle_unload": 0})
+        while data := self._theirs.recv(1 << 16):
+            for message, body in frames.feed(data):
+                desk.handle(message, body)
+
+    def resident(self) -> dict[str, int]:
+        return {"anonymous": 0, "file": 0, "shared": 0}
+
+    def wait(self, _seconds: float) -> int:
+        return 0
+
+    def end(self) -> int:
+        self._theirs.close()
+        return 0

@@ -328,8 +328,15 @@ def test_models_are_listed_with_and_without_a_key(runtime: Runtime, client: open
         ("/v1/chat/completions", {"model": "gpt-4"}, {}, 404, "model_not_found"),
         ("/v1/chat/completions", {"model": "tinyx"}, {}, 404, "model_not_found"),
         ("/v1/chat/completions", {"max_tokens": 500}, {}, 400, "context_length_exceeded"),
-        ("/v1/chat/completions", {"n": 2}, {}, 400, "unsupported_parameter"),
-        ("/v1/chat/completions", {"n": 2, "stream": True}, {}, 400, "unsupported_parameter"),
+        ("/v1/chat/completions", {"n": 17}, {}, 400, "invalid_value"),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_object"}},
+            {},
+            400,
+            "unsupported_parameter",
+        ),
+        ("/ral/unload", {}, {}, 403, "admin_disabled"),
         ("/v1/chat/completions", {}, {"x-ral-input-length": "35"}, 422, "input_length_mismatch"),
         (
             "/v1/chat/completions",
@@ -497,15 +504,16 @@ def test_sigterm_lets_streams_end_refuses_new_work_and_exits_with_0(image: Image
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_a_stream_without_a_trace(image: Image, sent: signal.Signals) -> None:
+def test_a_second_signal_ends_a_stream_with_an_error_and_no_trace(image: Image, sent: signal.Signals) -> None:
     with running(image, ONE_THREAD) as runtime:
         stream = open_stream(runtime, 470)
         runtime.process.send_signal(sent)
         while runtime.get("/ready")[0] == 200:
             time.sleep(0.005)
         runtime.process.send_signal(sent)
+        last = stream.read().strip().split(b"\n\n")[-1]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "shut_down"
         assert runtime.process.wait(timeout=60) == 0
-        stream.close()
         assert "Traceback" not in runtime.log
         assert "stopped" in runtime.log
 

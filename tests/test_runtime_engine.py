@@ -12,20 +12,23 @@ from typing import Any
 import openai
 import pytest
 import torch
-from runtime_fixtures import Image, Rules, make_image, make_model
+from runtime_fixtures import Image, Rules, ThreadWorker, make_image, make_model
 
 from ralbuild.contract.bundle import Engine as EngineSizes
 from ralbuild.runtime.app import Api
 from ralbuild.runtime.boot import boot
 from ralbuild.runtime.engine import Engine
 from ralbuild.runtime.errors import ApiError
+from ralbuild.runtime.exposition import ServerMetrics
 from ralbuild.runtime.lifecycle import Lifecycle
+from ralbuild.runtime.listening import bind
 from ralbuild.runtime.metrics import Metrics
 from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.sampler import Draw
-from ralbuild.runtime.serve import Server, bind
+from ralbuild.runtime.serve import Server
 from ralbuild.runtime.service import Service
 from ralbuild.runtime.settings import Settings
+from ralbuild.runtime.supervisor import Supervisor
 
 PROMPT = tuple(range(20, 60))
 
@@ -226,14 +229,16 @@ def test_a_failure_inside_a_stream_reaches_the_openai_client_as_an_error(
     serve: Callable[..., Service],
 ) -> None:
     service = serve()
-    api = Api(Lifecycle(), service.metrics)
-    api.lifecycle.enter("ready")
-    api.service = service
-    listener = bind("127.0.0.1", 0)
+    lifecycle, metrics = Lifecycle(), ServerMetrics()
+    worker: Any = ThreadWorker(service)
+    api = Api(lifecycle, metrics, Supervisor(worker, lifecycle, metrics, None))
+    listener = bind(Settings(host="127.0.0.1", port=0))
     port = listener.getsockname()[1]
     server = Server(api, 5)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
+    while not lifecycle.ready:
+        time.sleep(0.01)
     try:
         patch = service.engine._graph.patch
         patch.steps = (*patch.steps, Breaks(6))

@@ -1,20 +1,24 @@
-"""Requests that mean harm or make no sense, against the API in this process with an engine that answers at once."""
+"""Requests that mean harm or make no sense, against API, supervisor and desk in this process.
+
+The engine behind them answers at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runtime_fixtures import Rules, make_image, make_tokenizer
+from runtime_fixtures import Rules, ThreadWorker, make_image, make_tokenizer
 
-from ralbuild.runtime import preparing
+from ralbuild.runtime import supervisor as supervising
 from ralbuild.runtime.app import Api
+from ralbuild.runtime.exposition import ServerMetrics
 from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.metrics import Metrics
 from ralbuild.runtime.orders import Order, Piece
@@ -22,25 +26,35 @@ from ralbuild.runtime.preflight import check_files
 from ralbuild.runtime.prompts import Prompts
 from ralbuild.runtime.rendering import TemplateProcess, find_template
 from ralbuild.runtime.service import Service
-from ralbuild.runtime.settings import Settings
+from ralbuild.runtime.settings import PREPARE_THREADS, Settings
 from ralbuild.runtime.steps import read_tables
+from ralbuild.runtime.supervisor import Supervisor
 from ralbuild.runtime.tokens import Tokenizer
 
+T = TypeVar("T")
 PATHS = ("/v1/chat/completions", "/v1/completions")
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 
 class InstantEngine:
-    """Ends every text at once."""
+    """Ends every text at once, in a thread as the real one does."""
 
     alive = True
 
     def submit(self, _order: Order, sink: Callable[[Piece], None]) -> object:
-        sink(Piece("x", 1, finish="stop"))
+        threading.Thread(target=sink, args=(Piece("x", 1, finish="stop"),)).start()
         return object()
 
     def cancel(self, _generation: object) -> None:
         """Nothing runs."""
+
+
+LOOP = asyncio.new_event_loop()
+
+
+def on_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run on the one loop that the supervisor lives on."""
+    return asyncio.run_coroutine_threadsafe(work, LOOP).result(60)
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +70,27 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     metrics.describe(checked.bundle, checked.digest)
     source = find_template(checked.files)
     assert source is not None
-    template = TemplateProcess(source, preparing.THREADS)
+    template = TemplateProcess(source, PREPARE_THREADS)
     tables = read_tables(checked.bundle, checked.objects)
     prompts = Prompts(checked.bundle, tables, Tokenizer(checked.files["tokenizer.json"]), template, metrics)
-    lifecycle = Lifecycle()
-    lifecycle.enter("ready")
-    api = Api(lifecycle, metrics)
     engine: Any = InstantEngine()
-    api.service = Service(checked.bundle, tables.routes, checked.digest, prompts, engine, metrics)
-    yield api
+    worker: Any = ThreadWorker(
+        Service(checked.bundle, tables.routes, checked.digest, prompts, engine, metrics)
+    )
+    thread = threading.Thread(target=LOOP.run_forever)
+    thread.start()
+    lifecycle, server_metrics = Lifecycle(), ServerMetrics()
+    supervisor = Supervisor(worker, lifecycle, server_metrics, None)
+
+    async def begin() -> None:
+        supervisor.begin()
+        await supervisor.load()
+
+    on_loop(begin())
+    yield Api(lifecycle, server_metrics, supervisor)
+    LOOP.call_soon_threadsafe(supervisor.close)
+    LOOP.call_soon_threadsafe(LOOP.stop)
+    thread.join()
     template.close()
 
 
@@ -98,7 +124,7 @@ async def call(
 
 
 def post(api: Api, body: Any, path: str = PATHS[0], headers: Sequence[tuple[bytes, bytes]] = ()) -> Any:
-    return asyncio.run(call(api, path, json.dumps(body).encode(), headers))
+    return on_loop(call(api, path, json.dumps(body).encode(), headers))
 
 
 def error_of(found: Any) -> dict[str, Any]:
@@ -185,7 +211,7 @@ def test_the_log_the_header_and_the_answer_have_one_id(api: Api, capsys: pytest.
 
 
 def test_a_refusal_s_code_is_in_the_log(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    post(api, CHAT | {"n": 2})
+    post(api, CHAT | {"tools": [1]})
     assert "status=400" in (line := capsys.readouterr().err)
     assert "code=unsupported_parameter" in line
 
@@ -196,7 +222,7 @@ def test_sixty_thousand_keys_with_a_duplicate_are_refused_beside_a_probe(api: Ap
     async def both() -> tuple[Any, Any]:
         return await asyncio.gather(call(api, PATHS[0], body.encode()), call(api, "/health"))
 
-    (status, found, _), (health, _, _) = asyncio.run(both())
+    (status, found, _), (health, _, _) = on_loop(both())
     assert (status, error_of(found)["code"], health) == (400, "invalid_json", 200)
 
 
@@ -226,13 +252,13 @@ def test_preparation_is_bounded_and_a_hang_up_frees_its_place(
         return (5,)
 
     monkeypatch.setattr(Prompts, "chat", slow)
-    monkeypatch.setattr(preparing, "MAX_PENDING", 4)
+    monkeypatch.setattr(supervising, "MAX_PENDING", 4)
     body = json.dumps(CHAT).encode()
 
     async def scenario() -> list[int]:
         hang_up = asyncio.Event()
         gone = [asyncio.create_task(call(api, PATHS[0], body, hang_up=hang_up)) for _ in range(4)]
-        while len(begun) < preparing.THREADS:
+        while len(begun) < PREPARE_THREADS:
             await asyncio.sleep(0.001)
         refused, found, headers = await call(api, PATHS[0], body)
         assert (refused, error_of(found)["code"], headers[b"retry-after"]) == (429, "queue_full", b"1")
@@ -245,5 +271,5 @@ def test_preparation_is_bounded_and_a_hang_up_frees_its_place(
         assert (await waiting)[0] == 200
         return left
 
-    assert asyncio.run(scenario()) == [499] * 4
-    assert len(begun) == preparing.THREADS + 1
+    assert on_loop(scenario()) == [499] * 4
+    assert len(begun) == PREPARE_THREADS + 1

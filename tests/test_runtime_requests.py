@@ -26,7 +26,6 @@ def chat(**fields: Any) -> Any:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 2},
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
         {"response_format": {"type": "json_object"}},

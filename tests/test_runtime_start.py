@@ -15,9 +15,11 @@ from runtime_fixtures import Image, make_image, make_model, refused, running
 
 from ralbuild.contract import places
 from ralbuild.contract.bundle import Engine, Kernel, PatchStep, SelfTest
+from ralbuild.contract.manifest import ModelFile
 from ralbuild.runtime.errors import HostUnfitError
 from ralbuild.runtime.host import available_memory, usable_cpus
 from ralbuild.runtime.log import log_event
+from ralbuild.runtime.preflight import choose_hashed
 from ralbuild.runtime.settings import read_settings
 
 
@@ -100,16 +102,47 @@ def test_a_flipped_weight_byte_is_found_when_all_is_verified(image: Image) -> No
 
 def test_the_log_says_how_weights_were_checked(image: Image) -> None:
     flip(image.path(places.MODEL_DIR) / "model.safetensors")
-    with running(image, {"RAL_VERIFY": "size"}) as runtime:
-        assert "weights=size" in runtime.log
+    with running(image, {"RAL_VERIFY": "off"}) as runtime:
+        assert "weights=off hashed=0" in runtime.log
 
 
 @pytest.mark.parametrize(
-    ("verify", "size", "full"),
-    [("", 2 << 30, True), ("", (2 << 30) + 1, False), ("size", 1, False), ("full", 1 << 50, True)],
+    ("verify", "size", "how"),
+    [
+        ("", 2 << 30, "full"),
+        ("", (2 << 30) + 1, "sampled"),
+        ("off", 1, "off"),
+        ("full", 1 << 50, "full"),
+        ("sampled", 1, "sampled"),
+    ],
 )
-def test_large_weights_are_hashed_only_on_request(verify: str, size: int, full: bool) -> None:
-    assert read_settings({"RAL_VERIFY": verify}).hashes(size) is full
+def test_large_weights_are_hashed_in_full_only_on_request(verify: str, size: int, how: str) -> None:
+    assert read_settings({"RAL_VERIFY": verify}).verification(size) == how
+
+
+def test_sampling_hashes_at_least_one_file_and_over_time_every_file() -> None:
+    large = [ModelFile(f"{number}.safetensors", 5 << 30, "") for number in range(3)]
+    drawn = [choose_hashed(large, "sampled") for _ in range(200)]
+    assert {len(names) for names in drawn} == {1}
+    assert frozenset().union(*drawn) == {item.path for item in large}
+    small = [ModelFile(f"{number}.safetensors", 1 << 29, "") for number in range(6)]
+    assert len(choose_hashed(small, "sampled")) == 4
+    assert choose_hashed(small, "full") == {item.path for item in small}
+    assert choose_hashed(small, "off") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "status"),
+    [
+        (places.OBJECTS_DIR, "0" * 64, 80),
+        (places.RAL_DIR + "/bundle", "transformer.py", 80),
+        (places.MODEL_DIR, "modeling_custom.py", 81),
+        (places.MODEL_DIR, "model-00002.safetensors", 81),
+    ],
+)
+def test_an_added_file_is_refused(image: Image, folder: str, name: str, status: int) -> None:
+    (image.path(folder) / name).write_text("x")
+    expect(image, status, name, "was added after the build")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ descriptions here become the JSON Schema and docs/config.md.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -530,6 +532,23 @@ class Build(Model):
     )
 
 
+def _seconds(value: Any) -> Any:
+    """Turn ``600s``, ``15m`` or ``2h`` into seconds; a number without unit is refused."""
+    if value == 0 and not isinstance(value, bool):
+        return 0
+    match = re.fullmatch(r"([1-9][0-9]{0,5})([smh])", value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"needs a time with its unit, such as '600s', '15m' or '2h', or 0; found {value!r}")
+    return int(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+Duration = Annotated[
+    int,
+    BeforeValidator(_seconds),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^[1-9][0-9]{0,5}[smh]$"}, {"const": 0}]}),
+]
+
+
 class Runtime(Model):
     """How the image runs."""
 
@@ -537,7 +556,15 @@ class Runtime(Model):
         default="auto",
         description="Weight type; `auto` is float32 on CPU, where it is exact and batches fastest.",
     )
-    idle_unload: NotYet[str] = not_yet("Idle time after which memory is released, such as `600s`.")
+    idle_unload: Duration = Field(
+        default=0,
+        description="Idle time after which the server releases the model's memory, such as `600s`, `15m` or "
+        "`2h`; 0 is never. The next request loads it again.",
+    )
+    scrub: NotYet[bool] = not_yet(
+        "Overwrite memory before it is released: on the CPU the kernel clears every page before another "
+        "process gets it, so this would only add something on a GPU."
+    )
     engine: NotYet[str] = not_yet("Another engine than the built-in one.")
     cpu_user_kernels: NotYet[str] = not_yet("Run user kernels on the CPU target.")
 

@@ -237,11 +237,15 @@ class InputLimit:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Sizes of the decode loop: slots decoded together, positions per slot, weight element type."""
+    """Sizes of the decode loop: slots decoded together, positions per slot, weight element type.
+
+    ``idle_unload`` is the number of seconds without a request after which memory is released; 0 is never.
+    """
 
     max_batch_size: int
     max_seq_len: int
     dtype: str
+    idle_unload: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def engine_of(loaded: LoadedConfig, model: ScannedModel, target: Target) -> cont
     if dtype == "auto":
         dtype = "float32" if target == "cpu" else "bfloat16"
     length = min(config.max_seq_len, limit) if limit else config.max_seq_len
-    return contract.Engine(config.max_batch_size, length, dtype)
+    return contract.Engine(config.max_batch_size, length, dtype, config.runtime.idle_unload)
 
 
 def refuse_target(target: Target) -> None:

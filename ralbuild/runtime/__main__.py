@@ -1,18 +1,19 @@
-"""``python -m ralbuild.runtime``: listen at once, load in a thread, serve, drain, end with a meaning."""
+"""``python -m ralbuild.runtime``: take the port, start the worker, serve, drain, end with a meaning."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
+import socket
 import sys
-import threading
-import traceback
 
-from ralbuild import __version__
 from ralbuild.runtime.errors import StartError
 from ralbuild.runtime.lifecycle import Lifecycle
-from ralbuild.runtime.log import log_event
+from ralbuild.runtime.listening import bind, unbind
+from ralbuild.runtime.log import log_event, use_json
 from ralbuild.runtime.settings import Settings, read_settings
+from ralbuild.runtime.workers import WorkerProcess
 
 _QUIET = {
     # Nothing may reach for a network or write a cache, whatever a library would like to do.
@@ -30,49 +31,56 @@ def main() -> int:
     os.environ.update(_QUIET)
     # Threads that spin while they wait slow every other process on the host: another colour of a release.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Until the server takes over; process 1 would ignore a signal without a handler.
+        signal.signal(number, lambda *_: os._exit(0))
     try:
-        return _serve(read_settings(os.environ))
+        settings = read_settings(os.environ)
+        use_json(settings.log_json)
+        listener = bind(settings)
+        try:
+            return _serve(settings, listener)
+        finally:
+            unbind(settings)
     except StartError as error:
         return _refuse(error)
 
 
-def _serve(settings: Settings) -> int:
-    from ralbuild.runtime.app import Api
-    from ralbuild.runtime.metrics import Metrics
-    from ralbuild.runtime.serve import Server, bind
-
+def _serve(settings: Settings, listener: socket.socket) -> int:
     lifecycle = Lifecycle()
-    listener = bind(settings.host, settings.port)
-    metrics = Metrics(__version__)
-    api = Api(lifecycle, metrics)
-    server = Server(api, settings.drain_seconds)
-    host, port = listener.getsockname()[:2]
-    log_event("listening", host=host, port=port)
+    # The worker imports torch while this process imports its server.
+    worker = WorkerProcess()
+    try:
+        return _supervise(settings, listener, lifecycle, worker)
+    finally:
+        worker.end()
 
-    def load() -> None:
-        from ralbuild.runtime.boot import boot
 
-        try:
-            api.service = boot(settings, lifecycle, metrics)
-        except StartError as error:
-            lifecycle.failure = error
-            return
-        except BaseException as error:
-            # Not a refusal but a bug: the trace is for whoever reports it.
-            log_event("start failed", trace=traceback.format_exc())
-            lifecycle.failure = StartError(f"{type(error).__name__}: {error}")
-            return
-        gc.freeze()
-        gc.enable()
-        lifecycle.enter("ready")
-        for stage, seconds in lifecycle.seconds.items():
-            metrics.start_seconds.labels(stage).set(seconds)
-        log_event(
-            "ready", **{stage.replace("-", "_"): seconds for stage, seconds in lifecycle.seconds.items()}
-        )
+def _supervise(
+    settings: Settings, listener: socket.socket, lifecycle: Lifecycle, worker: WorkerProcess
+) -> int:
+    from ralbuild.runtime.app import Api
+    from ralbuild.runtime.exposition import ServerMetrics
+    from ralbuild.runtime.keys import KeyFile
+    from ralbuild.runtime.serve import Server
+    from ralbuild.runtime.supervisor import Supervisor
 
-    threading.Thread(target=load, name="boot", daemon=True).start()
-    server.run(sockets=[listener])
+    keys = KeyFile(settings.keys_file, "RAL_API_KEYS_FILE") if settings.keys_file else None
+    admin = KeyFile(settings.admin_file, "RAL_ADMIN_TOKEN_FILE") if settings.admin_file else None
+    metrics = ServerMetrics(compat=settings.compat)
+    supervisor = Supervisor(worker, lifecycle, metrics, settings.idle_unload)
+    server = Server(Api(lifecycle, metrics, supervisor, keys=keys, admin=admin), settings.drain_seconds)
+    if settings.socket_path:
+        log_event("listening", socket=settings.socket_path)
+    else:
+        host, port = listener.getsockname()[:2]
+        log_event("listening", host=host, port=port)
+    gc.freeze()
+    gc.enable()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        supervisor.close()
     if lifecycle.failure is not None:
         return _refuse(lifecycle.failure)
     log_event("stopped")
@@ -87,5 +95,5 @@ def _refuse(error: StartError) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    # The boot thread may still be importing; there is nothing to save, so do not wait for it.
+    # There is nothing to save, so do not wait for threads.
     os._exit(status)

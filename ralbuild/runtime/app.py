@@ -1,15 +1,12 @@
-"""The HTTP API: OpenAI's endpoints, probes, metrics. The only door to starlette."""
+"""The HTTP API: OpenAI's endpoints, probes, metrics. With `answers` the door to starlette."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,48 +15,59 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from ralbuild import __version__
 from ralbuild.contract.places import INPUT_LENGTH_HEADER, ROUTE_HEADER
+from ralbuild.runtime.answers import HUNG_UP, Answer, watched
 from ralbuild.runtime.errors import ApiError
+from ralbuild.runtime.exposition import CONTENT_TYPE, ServerMetrics
+from ralbuild.runtime.keys import KeyFile
 from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.log import log_event
-from ralbuild.runtime.metrics import CONTENT_TYPE, Metrics
-from ralbuild.runtime.orders import Order, Piece, TokenLogprob
-from ralbuild.runtime.preparing import HungUpError, Preparation
-from ralbuild.runtime.replies import PING, Reply
-from ralbuild.runtime.requests import Ask, parse_chat, parse_completion
-
-if TYPE_CHECKING:  # the API answers probes while torch is still being imported
-    from ralbuild.runtime.service import Service
+from ralbuild.runtime.replies import Reply
+from ralbuild.runtime.requests import find_route
+from ralbuild.runtime.supervisor import Supervisor
+from ralbuild.runtime.tickets import Ticket
 
 MAX_BODY_BYTES = 4 << 20
-PING_SECONDS = 15.0
-_STREAM_HEADERS = {
-    "content-type": "text/event-stream",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
-_Parse = Callable[[bytes], Ask]
+BODY_SECONDS = 60.0
+"""Longest that a body may take to arrive."""
+_ADMIN = ("/ral/load", "/ral/unload")
 
 
 class Api:
-    """The ASGI application. ``service`` is set when the model is ready."""
+    """The ASGI application in front of one supervisor."""
 
-    def __init__(self, lifecycle: Lifecycle, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        metrics: ServerMetrics,
+        supervisor: Supervisor,
+        *,
+        keys: KeyFile | None = None,
+        admin: KeyFile | None = None,
+    ) -> None:
         self.lifecycle = lifecycle
         self.metrics = metrics
-        self.service: Service | None = None
-        self._preparation = Preparation()
+        self.supervisor = supervisor
+        self._keys = keys
+        self._admin = admin
         self.in_flight = 0
-        """Requests to generate whose answer is not sent completely."""
+        """Requests by POST whose answer is not sent completely."""
         routes = [
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/metrics", self._metrics),
+            Route("/version", self._version),
+            Route("/v2/health/live", self._health),
+            Route("/v2/health/ready", self._ready),
+            Route("/v2/models/{name:path}/ready", self._model_ready),
             Route("/ral/info", self._info),
+            Route("/ral/load", self._load, methods=["POST"]),
+            Route("/ral/unload", self._unload, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
-            Route("/v1/chat/completions", partial(self._generate, parse_chat), methods=["POST"]),
-            Route("/v1/completions", partial(self._generate, parse_completion), methods=["POST"]),
+            Route("/v1/chat/completions", _Generate(supervisor, chat=True), methods=["POST"]),
+            Route("/v1/completions", _Generate(supervisor, chat=False), methods=["POST"]),
         ]
         self._paths = {route.path for route in routes}
         handlers: dict[Any, Any] = {
@@ -74,11 +82,11 @@ class Api:
         if scope["type"] != "http":
             return
         exchange = _Exchange(scope, send, self.lifecycle.draining)
-        generates = scope["method"] == "POST"
-        self.in_flight += generates
+        posted = scope["method"] == "POST"
+        self.in_flight += posted
         scope["ral"] = {"id": exchange.id}
         try:
-            await self._app(scope, receive, exchange.send)
+            await self._admit(scope, receive, exchange.send)
         except asyncio.CancelledError:
             # The process ends now. An answer that was not completed makes the server close the connection.
             scope["ral"]["finish"] = "shutdown"
@@ -88,72 +96,150 @@ class Api:
                 "request failed", id=exchange.id, error=type(error).__name__, trace=traceback.format_exc()
             )
         finally:
-            self.in_flight -= generates
+            self.in_flight -= posted
             path = scope["path"] if scope["path"] in self._paths else "other"
             self.metrics.requests.labels(path, str(exchange.status)).inc()
-            if generates:
+            if posted:
                 exchange.log(path)
 
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in that may come in; probes and metrics are open."""
+        path: str = scope["path"]
+        try:
+            if path in _ADMIN:
+                self._require_admin(_authorization(scope))
+            elif self._keys is not None and path.startswith(("/v1/", "/ral/")):
+                _require_key(self._keys, _authorization(scope), "invalid_api_key", "a key of this server")
+        except ApiError as error:
+            scope["ral"]["code"] = error.code
+            await _answer(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _require_admin(self, authorization: str | None) -> None:
+        if self._admin is None:
+            message = "this server was started without RAL_ADMIN_TOKEN_FILE, so nobody may do this"
+            raise ApiError(403, "admin_disabled", message)
+        _require_key(self._admin, authorization, "invalid_admin_token", "the admin token")
+
     async def _health(self, _: Request) -> Response:
-        if self.service is not None and not self.service.engine.alive:
-            return JSONResponse({"status": "the decode loop has ended"}, 500)
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
         return JSONResponse(self.lifecycle.report(), 200 if self.lifecycle.ready else 503)
 
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
     async def _metrics(self, _: Request) -> Response:
-        self.metrics.ready.set(self.lifecycle.ready)
-        return Response(self.metrics.exposition(), media_type=CONTENT_TYPE)
+        await self.supervisor.refresh()
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
 
     async def _info(self, _: Request) -> Response:
-        return JSONResponse(self._serving().info())
+        self._served()
+        await self.supervisor.refresh()
+        counts = self.metrics.worker.by_label("ralbuild_rule_events_total", "rule")
+        info = self.supervisor.info
+        rules = [rule | {"events": int(counts.get(str(rule["id"]), 0))} for rule in info["rules"]]
+        return JSONResponse(info | {"rules": rules})
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse(self._serving().models())
+        return JSONResponse({"object": "list", "data": [_model_object(self._served())]})
 
     async def _model(self, request: Request) -> Response:
-        return JSONResponse(self._serving().model(request.path_params["name"]))
+        name = request.path_params["name"]
+        find_route(self._served(), name, None)
+        return JSONResponse(_model_object(name))
 
-    async def _generate(self, parse: _Parse, request: Request) -> Any:
-        """Answer a chat or text completion; everything that can be refused is refused before the 200."""
-        service = self._serving()
-        self.lifecycle.require_ready()
-        self._preparation.require_room()
-        body = await _read_body(request)
-        route, length = _header(request, ROUTE_HEADER), _header(request, INPUT_LENGTH_HEADER)
+    async def _model_ready(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        find_route(self._served(), name, None)
+        ready = self.lifecycle.ready
+        return JSONResponse({"name": name, "ready": ready}, 200 if ready else 503)
 
-        def prepare() -> tuple[Ask, Order]:
-            ask = parse(body)
-            _check_input_length(length, ask)
-            return ask, service.make_order(ask, route)
+    async def _load(self, _: Request) -> Response:
+        await self.supervisor.load()
+        return JSONResponse(self.lifecycle.report())
 
+    async def _unload(self, _: Request) -> Response:
+        released = await self.supervisor.unload()
+        return JSONResponse(self.lifecycle.report() | {"released_bytes": released})
+
+    def _served(self) -> str:
+        """Return the name of the model; raises ApiError 503 before it was loaded once."""
+        if not self.supervisor.info:
+            self.lifecycle.require_ready()
+        return str(self.supervisor.info["model"])
+
+
+class _Generate:
+    """The ASGI endpoint of chat or text completions."""
+
+    def __init__(self, supervisor: Supervisor, *, chat: bool) -> None:
+        self._supervisor = supervisor
+        self._chat = chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; everything that can be refused is refused before the 200.
+
+        Raises:
+            ApiError: what is refused, or what failed before a stream began.
+        """
+        ticket = await self._ask(Request(scope, receive))
+        answer = None
+        response = Response(status_code=HUNG_UP)
         try:
-            ask, order = await self._preparation.run(prepare, request.receive)
-        except HungUpError:
-            return Response(status_code=499)  # nobody reads it; the number is for the log
-        mailbox = _Mailbox()
-        generation = service.submit(order, mailbox.put)
-        profile = service.bundle.profiles[order.profile].name
-        facts: dict[str, Any] = request.scope["ral"]
-        facts |= {"profile": profile, "prompt_tokens": len(order.prompt)}
+            async with watched(ticket, receive):
+                accepted = await ticket.take()
+                if accepted is not None:
+                    answer = self._answer(accepted, ticket, scope["ral"])
+                    if accepted["stream"]:
+                        await answer.stream(send)
+                        return
+                    response = await answer.whole()
+        finally:
+            self._supervisor.drop(ticket, ended=answer is not None and answer.ended)
+        await response(scope, receive, send)
+
+    async def _ask(self, request: Request) -> Ticket:
+        self._supervisor.require_room()  # before the body is read
+        body = await _read_body(request)
+        fields = {
+            "chat": self._chat,
+            "id": request.scope["ral"]["id"],
+            "route": _header(request, ROUTE_HEADER),
+            "length": _header(request, INPUT_LENGTH_HEADER),
+        }
+        return self._supervisor.ask(fields, body)
+
+    def _answer(self, accepted: dict[str, Any], ticket: Ticket, facts: dict[str, Any]) -> Answer:
+        facts |= {"profile": accepted["profile"], "prompt_tokens": accepted["prompt_tokens"]}
         reply = Reply(
-            chat=parse is parse_chat,
+            chat=self._chat,
             id=facts["id"],
             created=int(time.time()),
-            model=ask.model,
-            prompt_tokens=len(order.prompt),
-            include_usage=ask.include_usage,
-            logprobs=ask.logprobs is not None,
+            model=accepted["model"],
+            prompt_tokens=accepted["prompt_tokens"],
+            include_usage=accepted["include_usage"],
+            logprobs=accepted["logprobs"],
+            choices=accepted["choices"],
         )
-        answer = _Answer(reply, mailbox, facts, partial(service.engine.cancel, generation))
-        return answer.stream if ask.stream else await answer.whole(request.receive)
+        return Answer(reply, ticket, facts)
 
-    def _serving(self) -> Service:
-        if self.service is None:
-            self.lifecycle.require_ready()
-            raise ApiError(503, "model_loading", "the model is loading", retry_after=2)
-        return self.service
+
+def _model_object(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "ralbuild"}
+
+
+def _authorization(scope: Scope) -> str | None:
+    """Return the header; two of them are as good as none."""
+    found = [value for name, value in scope["headers"] if name == b"authorization"]
+    return found[0].decode("latin-1") if len(found) == 1 else None
+
+
+def _require_key(keys: KeyFile, authorization: str | None, code: str, what: str) -> None:
+    if not keys.accepts(authorization):
+        raise ApiError(401, code, f"needs the header 'Authorization: Bearer' with {what}")
 
 
 class _Exchange:
@@ -185,111 +271,20 @@ class _Exchange:
         log_event("request", path=path, status=self.status, seconds=seconds, **facts)
 
 
-class _Mailbox:
-    """Pieces on their way from the engine's thread to one request's task; None when the client is gone."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()
-
-    def put(self, piece: Piece) -> None:
-        """Called by the engine."""
-        with contextlib.suppress(RuntimeError):  # the server's loop has ended
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
-
-    async def take(self) -> Piece | None:
-        """Return the next piece."""
-        return await self._queue.get()
-
-    async def watch(self, receive: Receive) -> None:
-        """Post None when the client hangs up."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._queue.put_nowait(None)
-
-
-class _Answer:
-    """Delivers one generation, whole or as a stream, and cancels it when the client is gone."""
-
-    def __init__(
-        self, reply: Reply, mailbox: _Mailbox, facts: dict[str, Any], cancel: Callable[[], None]
-    ) -> None:
-        self._reply = reply
-        self._mailbox = mailbox
-        self._facts = facts
-        self._cancel = cancel
-
-    async def whole(self, receive: Receive) -> Response:
-        """Wait for the last piece and return the answer."""
-        texts = []
-        logprobs: list[TokenLogprob] = []
-        async with self._watched(receive):
-            while piece := await self._mailbox.take():
-                texts.append(piece.text)
-                logprobs += piece.logprobs
-                if self._ended(piece):
-                    break
-        if piece is None:
-            return Response(status_code=499)  # nobody reads it; the number is for the log
-        if piece.error:
-            raise ApiError(500, "engine_error", piece.error)
-        return JSONResponse(self._reply.whole("".join(texts), piece, logprobs))
-
-    async def stream(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events as pieces come; this method is the ASGI response."""
-        headers = [(name.encode(), value.encode()) for name, value in _STREAM_HEADERS.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async with self._watched(receive):
-            await _send_events(send, self._reply.opening())
-            while True:
-                try:
-                    async with asyncio.timeout(PING_SECONDS):
-                        piece = await self._mailbox.take()
-                except TimeoutError:
-                    await _send_events(send, [PING])
-                    continue
-                if piece is None:
-                    return
-                ended = self._ended(piece)
-                await _send_events(send, self._reply.piece(piece))
-                if ended:
-                    break
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _ended(self, piece: Piece) -> bool:
-        self._facts["tokens"] = piece.tokens
-        self._facts["finish"] = piece.finish or ("error" if piece.error else "cancelled")
-        return bool(piece.finish or piece.error)
-
-    @contextlib.asynccontextmanager
-    async def _watched(self, receive: Receive) -> Any:
-        """Watch for the client's hang-up; leaving before the last piece cancels the generation."""
-        watcher = asyncio.ensure_future(self._mailbox.watch(receive))
-        self._facts["finish"] = "cancelled"
-        try:
-            yield
-        finally:
-            watcher.cancel()
-            if self._facts["finish"] == "cancelled":
-                self._cancel()
-
-
-async def _send_events(send: Send, events: Iterable[bytes]) -> None:
-    body = b"".join(events)
-    if body:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
 async def _read_body(request: Request) -> bytes:
     announced = request.headers.get("content-length", "0")
     size = int(announced) if announced.isdecimal() else 0
     body = bytearray()
     if size <= MAX_BODY_BYTES:
         try:
-            async for chunk in request.stream():
-                body += chunk
-                if (size := len(body)) > MAX_BODY_BYTES:
-                    break
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    body += chunk
+                    if (size := len(body)) > MAX_BODY_BYTES:
+                        break
+        except TimeoutError:
+            message = f"the body did not arrive within {BODY_SECONDS:.0f} seconds"
+            raise ApiError(408, "body_timeout", message) from None
         except ClientDisconnect:
             raise ApiError(400, "client_disconnected", "the body never arrived") from None
     if size > MAX_BODY_BYTES:
@@ -317,16 +312,10 @@ def _as_utf8(value: str) -> str:
         return value
 
 
-def _check_input_length(header: str | None, ask: Ask) -> None:
-    """A gateway that measured the input says so: a difference means that text was lost on the way."""
-    if header is not None and header.strip() != str(ask.input_length):
-        said = header.strip()[:32]
-        message = f"{INPUT_LENGTH_HEADER} says {said!r}, the texts have {ask.input_length} characters"
-        raise ApiError(422, "input_length_mismatch", message, extra={"measured": ask.input_length})
-
-
 def _answer(error: ApiError) -> Response:
     headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(error.body(), error.status, headers)
 
 

@@ -12,9 +12,9 @@ from ralbuild.runtime.host import available_memory, has_bfloat16, usable_cpus
 from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.log import log_event, log_line
 from ralbuild.runtime.metrics import Metrics
-from ralbuild.runtime.preflight import Checked, check_files, hash_weights
+from ralbuild.runtime.preflight import Checked, check_files, choose_hashed, hash_weights
 from ralbuild.runtime.runtime_rules import open_runtime_rules
-from ralbuild.runtime.settings import Settings
+from ralbuild.runtime.settings import PREPARE_THREADS, Settings
 
 if TYPE_CHECKING:
     from ralbuild.runtime.model.graph import DecodeGraph
@@ -49,17 +49,18 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
     checked = check_files(settings)
     bundle = checked.bundle
     metrics.describe(bundle, checked.digest)
-    full = settings.hashes(sum(item.size for item in checked.manifest.weights))
-    how = "sha256" if full else "size"
-    log_event("checked", bundle=f"sha256:{checked.digest}", model=bundle.model, weights=how)
+    how = settings.verification(sum(item.size for item in checked.manifest.weights))
+    hashes = choose_hashed(checked.manifest.weights, how)
+    log_event(
+        "checked", bundle=f"sha256:{checked.digest}", model=bundle.model, weights=how, hashed=len(hashes)
+    )
     later = open_runtime_rules(settings, metrics)
     lifecycle.enter("import")
     with ThreadPoolExecutor(3) as pool:
         text = pool.submit(_load_text, checked)
-        hashed = pool.submit(hash_weights, checked) if full else None
+        hashed = pool.submit(hash_weights, checked, hashes)
         model = _load_model(settings, lifecycle, checked, text)
-        if hashed is not None:
-            hashed.result()
+        hashed.result()
     parts = text.result()
     lifecycle.enter("self-test")
     from ralbuild.runtime.engine import Engine
@@ -69,8 +70,11 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
 
     graph = DecodeGraph(model, parts.patch, bundle.engine.max_seq_len)
     self_test(graph, checked)
+    prompts = Prompts(bundle, parts.patch.tables, parts.tokenizer, parts.template, metrics)
+    graph.keep(prompts.prefix())
     kv_bytes = _kv_budget(settings, graph, bundle.engine.max_seq_len)
     metrics.kv_limit.set(kv_bytes)
+    metrics.kv_kept.set(graph.kept_bytes)
     engine = Engine(
         graph,
         frozenset(checked.manifest.eos_token_ids),
@@ -79,8 +83,6 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
         queue=settings.queue,
         kv_bytes=kv_bytes,
     )
-    prompts = Prompts(bundle, parts.patch.tables, parts.tokenizer, parts.template, metrics)
-    graph.keep(prompts.prefix())
     engine.start()
     log_line(f"RAL patch applied to graph_id=0x{id(graph):x} bundle=sha256:{checked.digest}")
     return Service(bundle, parts.patch.tables.routes, checked.digest, prompts, engine, metrics, later)
@@ -111,7 +113,6 @@ def self_test(graph: DecodeGraph, checked: Checked) -> None:
 
 
 def _load_text(checked: Checked) -> _TextParts:
-    from ralbuild.runtime.preparing import THREADS
     from ralbuild.runtime.rendering import TemplateProcess, find_template
     from ralbuild.runtime.steps import link_patch, read_tables
     from ralbuild.runtime.tokens import Tokenizer
@@ -121,7 +122,7 @@ def _load_text(checked: Checked) -> _TextParts:
     if "tokenizer.json" not in checked.files:
         raise ModelMismatchError("is missing", place="tokenizer.json")
     source = find_template(checked.files)
-    template = TemplateProcess(source, THREADS) if source is not None else None
+    template = TemplateProcess(source, PREPARE_THREADS) if source is not None else None
     return _TextParts(patch, Tokenizer(checked.files["tokenizer.json"]), template)
 
 
@@ -188,7 +189,10 @@ def _require_memory(checked: Checked) -> None:
 
 
 def _kv_budget(settings: Settings, graph: DecodeGraph, max_seq_len: int) -> int:
-    budget = settings.kv_bytes or int(available_memory() * _KV_SHARE)
+    """Return what texts may take beside what is kept for all of them."""
+    budget = (
+        settings.kv_bytes - graph.kept_bytes if settings.kv_bytes else int(available_memory() * _KV_SHARE)
+    )
     needed = graph.cache.cost(max_seq_len)
     if needed > budget:
         message = (

@@ -31,7 +31,7 @@ class Generation:
         self.sink = sink
         self.cancelled = False
         self.arrived = time.monotonic()
-        self.first_token = 0.0
+        self.latest_token = 0.0
         self.lane: Lane | None = None
         rules = order.runtime_rules
         self.stream = TextStream(order.stops, rules.open() if rules is not None else None)
@@ -81,6 +81,10 @@ class Engine:
         """False once the thread has ended."""
         return self._thread.is_alive()
 
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, at most ``seconds``."""
+        self._thread.join(seconds)
+
     @property
     def busy(self) -> int:
         """Requests that wait or run."""
@@ -126,6 +130,8 @@ class Engine:
                 self._observe()
             if self._taken():
                 self._step()
+            held = sum(len(_lane(item).slot.text.pending) + item.stream.held for item in self._running)
+            self._metrics.held_bytes.set(held)
         except Exception as error:
             # A bug or exhausted memory: these requests fail, the next ones get a clean cache.
             log_event("step failed", error=type(error).__name__, trace=traceback.format_exc())
@@ -177,8 +183,12 @@ class Engine:
             if read.last:
                 self._reading.remove(generation)
                 self._running.append(generation)
-                generation.first_token = time.monotonic()
-                self._metrics.first_token.observe(generation.first_token - generation.arrived)
+                generation.latest_token = time.monotonic()
+                self._metrics.first_token.observe(generation.latest_token - generation.arrived)
+        now = time.monotonic()
+        for generation in running:
+            self._metrics.between_tokens.observe(now - generation.latest_token)
+            generation.latest_token = now
         for generation in [*(generation for generation, read in reads if read.last), *running]:
             self._deliver(generation)
         if running:

@@ -58,10 +58,16 @@ class PatchUnsupportedError(StartError):
     exit_code = 85
 
 
+class WorkerLostError(StartError):
+    """The worker process dies again and again, or cannot be started."""
+
+    exit_code = 86
+
+
 class RuntimeRulesError(StartError):
     """The signed rules that this process was told to apply are not there, or not acceptable."""
 
-    exit_code = 86
+    exit_code = 87
 
 
 class ApiError(Exception):
@@ -100,4 +106,10 @@ class ApiError(Exception):
         return {"error": {**self.extra, **error}}
 
 
-_TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}

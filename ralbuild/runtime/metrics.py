@@ -1,37 +1,23 @@
-"""Counters, gauges and histograms in Prometheus' names. The only door to prometheus_client."""
+"""What the worker counts: counters, gauges and histograms of the decode loop, in Prometheus' names."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from ralbuild.contract.bundle import Bundle, Rule
 
 if TYPE_CHECKING:  # `/metrics` answers before numpy is there
     from ralbuild.runtime.steps import PatchSlot
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_ZEROED_HELP = (
-    "Bytes of device memory released at unload and not yet in use again. "
-    "This runtime keeps its model loaded and has no device memory, so it is 0; "
-    "no CUDA call of this name exists, the name is the one that dashboards already ask for."
-)
 
 
 class Metrics:
-    """All series of one process, in a registry of their own."""
+    """All series of one worker; the supervisor adds them up over workers (`ralbuild.runtime.exposition`)."""
 
     def __init__(self, version: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -39,23 +25,17 @@ class Metrics:
         self.build = Gauge("ralbuild_build_info", "1; the labels say what runs.", _BUILD, registry=registry)
         self.build.labels(version, "", "").set(1)
         self._version = version
-        self.rule_counts: list[int] = []
         self._rules: list[Counter] = []
         self._lock = threading.Lock()
-        self.ready = Gauge("ralbuild_ready", "1 while requests are served.", registry=registry)
         self.running = Gauge("ralbuild_requests_running", "Requests that hold a slot.", registry=registry)
         self.waiting = Gauge("ralbuild_requests_waiting", "Requests in the queue.", registry=registry)
         self.slots = Gauge("ralbuild_slots", "Requests that can be decoded together.", registry=registry)
         self.kv_bytes = Gauge("ralbuild_kv_cache_bytes", "Bytes held for keys and values.", registry=registry)
         self.kv_limit = Gauge("ralbuild_kv_cache_limit_bytes", "Most bytes for them.", registry=registry)
-        self.start_seconds = Gauge(
-            "ralbuild_start_seconds",
-            "Seconds from process start to each stage.",
-            ["stage"],
+        self.kv_kept = Gauge(
+            "ralbuild_kv_kept_bytes",
+            "Bytes of what prompts begin with, beside the cache.",
             registry=registry,
-        )
-        self.requests = Counter(
-            "ralbuild_requests", "Answers by path and status.", ["path", "status"], registry=registry
         )
         self.rejected = Counter(
             "ralbuild_requests_rejected", "Refused requests by reason.", ["code"], registry=registry
@@ -70,6 +50,17 @@ class Metrics:
             "ralbuild_time_to_first_token_seconds",
             "From arrival to first token.",
             buckets=_SECONDS,
+            registry=registry,
+        )
+        self.between_tokens = Histogram(
+            "ralbuild_inter_token_seconds",
+            "From one token of a text to its next.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.held_bytes = Gauge(
+            "ralbuild_held_back_bytes",
+            "Bytes that rules and stop strings have read and not yet decided, over all running texts.",
             registry=registry,
         )
         self.step = Histogram(
@@ -93,14 +84,12 @@ class Metrics:
         self.exhausted = Counter(
             "ralbuild_ban_exhausted", "Texts ended because no token was legal.", registry=registry
         )
-        Gauge("container_cuda_mem_advise_zeroed_bytes", _ZEROED_HELP, registry=registry).set(0)
 
     def describe(self, bundle: Bundle, digest: str) -> None:
         """Say what is served and make a series for every rule, so that zero is visible."""
         self.build.clear()
         self.build.labels(self._version, bundle.model, f"sha256:{digest}").set(1)
         self.slots.set(bundle.engine.max_batch_size)
-        self.rule_counts = [0] * len(bundle.rules)
         self._rules = [
             self.rules.labels(str(number), rule.kind, rule.source) for number, rule in enumerate(bundle.rules)
         ]
@@ -124,11 +113,18 @@ class Metrics:
         with self._lock:
             for rule in rules:
                 self._rules[rule].inc()
-                self.rule_counts[rule] += 1
 
-    def exposition(self) -> bytes:
-        """Return the text that `/metrics` answers."""
-        return generate_latest(self.registry)
+    def series(self) -> list[Any]:
+        """Return every family as plain values: name, help, type, samples (name, labels, value)."""
+        return [
+            [
+                family.name,
+                family.documentation,
+                family.type,
+                [[sample.name, sample.labels, sample.value] for sample in family.samples],
+            ]
+            for family in self.registry.collect()
+        ]
 
 
 _BUILD = ["version", "model", "bundle"]

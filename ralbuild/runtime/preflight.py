@@ -6,6 +6,8 @@ What is hashed is what is used: small files are read once, and those bytes are p
 from __future__ import annotations
 
 import hashlib
+import secrets
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +16,13 @@ from ralbuild.contract.bundle import Bundle, ObjectRef, object_refs, read_bundle
 from ralbuild.contract.codec import FormatError, from_plain, parse_json, sha256_hex
 from ralbuild.contract.manifest import ModelFile, ModelManifest
 from ralbuild.runtime.errors import BundleCorruptError, HostUnfitError, ModelMismatchError, StartError
-from ralbuild.runtime.settings import Settings
+from ralbuild.runtime.settings import FULL_BYTES, Settings
 
 _REBUILD = "rules are immutable: build a new image instead of changing files"
 _CHUNK = 1 << 22
+_BUNDLE_FOLDER = (places.BUNDLE_FILE, places.OBJECTS_DIR, places.CONFIG_FILE)
+_ACTIVE = (".py", ".so", ".jinja", ".safetensors", ".bin", ".pt", ".pkl")
+"""Endings of files that some loader would read or run if they lay beside the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,13 @@ def check_files(settings: Settings) -> Checked:
         manifest = from_plain(ModelManifest, plain, where)
     except FormatError as error:
         raise BundleCorruptError(error.message, place=error.where, hint=_REBUILD) from None
+    _refuse_added(
+        settings.path(places.OBJECTS_DIR),
+        {ref.sha256 for ref in object_refs(bundle)},
+        BundleCorruptError,
+        ("",),
+    )
+    _refuse_added(config.parent, {Path(place).name for place in _BUNDLE_FOLDER}, BundleCorruptError, ("",))
     folder = settings.path(places.MODEL_DIR)
     if settings.weights_image and not _has_files(folder):
         raise ModelMismatchError(
@@ -65,6 +77,8 @@ def check_files(settings: Settings) -> Checked:
             place=str(folder),
             hint=f"mount the folder {places.MODEL_DIR} of the image {settings.weights_image} there",
         )
+    built = {item.path for item in (*manifest.files, *manifest.weights)}
+    _refuse_added(folder, built, ModelMismatchError, _ACTIVE)
     files = {item.path: _check_file(folder, item) for item in manifest.files}
     weights = tuple(_check_weight(folder, item) for item in manifest.weights)
     return Checked(bundle, digest, manifest, objects, files, weights)
@@ -77,16 +91,44 @@ def _has_files(folder: Path) -> bool:
         return False
 
 
-def hash_weights(checked: Checked) -> None:
-    """Compare the weight files with their digests; reads every byte.
+def choose_hashed(weights: Sequence[ModelFile], how: str) -> frozenset[str]:
+    """Return the names of the weight files whose digest is compared.
+
+    ``sampled`` draws files at random while they have `FULL_BYTES` together, and at least one: over
+    several starts every file is read.
+    """
+    if how == "off":
+        return frozenset()
+    drawn = list(weights)
+    if how == "sampled":
+        secrets.SystemRandom().shuffle(drawn)
+        room = FULL_BYTES - sum(item.size for item in drawn[:1])
+        kept = drawn[:1]
+        for item in drawn[1:]:
+            if item.size <= room:
+                kept.append(item)
+                room -= item.size
+        drawn = kept
+    return frozenset(item.path for item in drawn)
+
+
+def hash_weights(checked: Checked, names: Set[str]) -> None:
+    """Compare the weight files in ``names`` with their digests; reads every byte of them.
 
     Raises:
         ModelMismatchError: naming the first file that differs.
     """
     for item, path in zip(checked.manifest.weights, checked.weights, strict=True):
-        if (found := _hash_file(path)) != item.sha256:
+        if item.path in names and (found := _hash_file(path)) != item.sha256:
             message = f"needs sha256 {item.sha256}, found {found}"
             raise ModelMismatchError(message, place=str(path), hint=_REBUILD)
+
+
+def _refuse_added(folder: Path, known: Set[str], kind: type[StartError], suffixes: tuple[str, ...]) -> None:
+    """Refuse what no build put there: a rule, a template or code beside those that were checked."""
+    for path in sorted(folder.iterdir()):
+        if path.name not in known and path.name.endswith(suffixes):
+            raise kind("was added after the build", place=str(path), hint=_REBUILD)
 
 
 def _check_bundle(settings: Settings) -> tuple[Bundle, str]:

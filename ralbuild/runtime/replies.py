@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.orders import Alternative, Piece, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
@@ -29,6 +30,7 @@ class Reply:
         prompt_tokens: tokens of the prompt.
         include_usage: end a stream with a usage event.
         logprobs: tokens come with their log probabilities.
+        choices: answers to this one request.
     """
 
     chat: bool
@@ -37,50 +39,63 @@ class Reply:
     model: str
     prompt_tokens: int
     include_usage: bool
-    logprobs: bool = False
+    logprobs: bool
+    choices: int
 
-    def whole(self, text: str, last: Piece, logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
-        """Return the unary answer."""
-        shown = self._logprobs(logprobs)
-        choice: dict[str, Any] = {"index": 0, "logprobs": shown, "finish_reason": last.finish}
-        if self.chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
+    def whole(self, answers: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+        """Return the unary answer: all pieces of each choice."""
+        choices = []
+        for index, pieces in enumerate(answers):
+            text = "".join(piece.text for piece in pieces)
+            logprobs = self._logprobs([item for piece in pieces for item in piece.logprobs])
+            choice = {"index": index, "logprobs": logprobs, "finish_reason": pieces[-1].finish}
+            if self.chat:
+                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                choice["text"] = text
+            choices.append(choice)
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": [choice], "usage": self._usage(last)}
+        return {
+            **self._head(kind),
+            "choices": choices,
+            "usage": self._usage([pieces[-1] for pieces in answers]),
+        }
 
     def opening(self) -> Iterator[bytes]:
         """Yield the events that begin a stream: a chat names its role first."""
         if self.chat:
-            yield self._event({"delta": {"role": "assistant", "content": ""}})
+            for index in range(self.choices):
+                yield self._event(index, {"delta": {"role": "assistant", "content": ""}})
 
-    def piece(self, piece: Piece) -> Iterator[bytes]:
-        """Yield the events of a piece; the last piece ends the stream."""
-        if piece.error:
-            error = {"message": piece.error, "type": "server_error", "param": None, "code": "engine_error"}
-            yield _data({"error": error})
-            return
+    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
+        """Yield the events of one choice's piece; its last one has the finish reason."""
         if piece.logprobs and not piece.text:
-            yield self._event(self._delta(""), logprobs=piece.logprobs)
+            yield self._event(index, self._delta(""), logprobs=piece.logprobs)
         for begin in range(0, len(piece.text), _MOST_CHARACTERS):
             text = piece.text[begin : begin + _MOST_CHARACTERS]
-            yield self._event(self._delta(text), logprobs=piece.logprobs if begin == 0 else ())
+            yield self._event(index, self._delta(text), logprobs=piece.logprobs if begin == 0 else ())
         if piece.finish:
             end: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-            yield self._event(end, piece.finish)
-            if self.include_usage:
-                yield _data({**self._chunk_head(), "choices": [], "usage": self._usage(piece)})
-            yield DONE
+            yield self._event(index, end, piece.finish)
+
+    def closing(self, lasts: Sequence[Piece]) -> Iterator[bytes]:
+        """Yield the events that end a stream whose choices have all ended."""
+        if self.include_usage:
+            yield _data({**self._chunk_head(), "choices": [], "usage": self._usage(lasts)})
+        yield DONE
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self.chat else {"text": text}
 
     def _event(
-        self, content: dict[str, Any], finish: str | None = None, logprobs: Sequence[TokenLogprob] = ()
+        self,
+        index: int,
+        content: dict[str, Any],
+        finish: str | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
     ) -> bytes:
         shown = self._logprobs(logprobs) if logprobs else None
-        choice = {"index": 0, **content, "logprobs": shown, "finish_reason": finish}
+        choice = {"index": index, **content, "logprobs": shown, "finish_reason": finish}
         event = {**self._chunk_head(), "choices": [choice]}
         if self.include_usage:
             event["usage"] = None
@@ -110,12 +125,18 @@ class Reply:
             "text_offset": [0, *itertools.accumulate(len(text) for text in texts)][: len(texts)],
         }
 
-    def _usage(self, last: Piece) -> dict[str, int]:
+    def _usage(self, lasts: Sequence[Piece]) -> dict[str, int]:
+        drawn = sum(last.tokens for last in lasts)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": last.tokens,
-            "total_tokens": self.prompt_tokens + last.tokens,
+            "completion_tokens": drawn,
+            "total_tokens": self.prompt_tokens + drawn,
         }
+
+
+def error_event(error: ApiError) -> bytes:
+    """Return the event of a failure after the 200: clients raise it, and nothing is cut silently."""
+    return _data(error.body())
 
 
 def _text(data: bytes) -> str:

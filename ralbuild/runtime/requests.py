@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ralbuild.contract.codec import FormatError, parse_json
+from ralbuild.contract.places import ROUTE_HEADER
 from ralbuild.runtime.errors import ApiError
 
+MAX_ROUTE = 256
+"""Characters of a route name: it is a name and not a text, and the work per request stays bounded."""
 MAX_STOPS = 16
+MAX_CHOICES = 16
+"""Answers to one request; each takes a slot."""
 MAX_STOP_BYTES = 1024
 """Length of one stop string in UTF-8: an automaton is made of it for every request."""
 MAX_LOGIT_BIAS = 300
@@ -20,7 +25,6 @@ _SHOWN = 80
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "n": lambda value: value != 1,
     "best_of": lambda value: value != 1,
     "echo": lambda value: value is not False,
     "suffix": lambda value: value != "",
@@ -88,6 +92,7 @@ class Ask:
         logprobs: alternatives to report with each token; None reports nothing.
         stops: stop strings.
         stream, include_usage: how to answer.
+        choices: answers wanted, ``n``.
     """
 
     model: str
@@ -99,6 +104,7 @@ class Ask:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    choices: int
 
     @property
     def input_length(self) -> int:
@@ -139,6 +145,22 @@ def parse_completion(body: bytes) -> Ask:
     return _ask(plain, (), prompt, "max_tokens", 16, _integer(plain, "logprobs", 0, MAX_TOP_LOGPROBS, None))
 
 
+def find_route(served: str, model: str, header: str | None) -> str:
+    """Return the route of a request: the header's, else what follows the served name and a ``/``.
+
+    Raises:
+        ApiError: 404 for another model, 400 for a route that is no name.
+    """
+    if model != served and not model.startswith(f"{served}/"):
+        message = f"this server has {served!r}, not {model[:_SHOWN]!r}"
+        raise ApiError(404, "model_not_found", message, param="model")
+    route = header if header is not None else model[len(served) + 1 :]
+    if len(route) > MAX_ROUTE:
+        message = f"a route has at most {MAX_ROUTE} characters, this one {len(route)}"
+        raise ApiError(400, "route_too_long", message, param=ROUTE_HEADER)
+    return route
+
+
 def _ask(
     plain: dict[str, Any],
     messages: tuple[dict[str, str], ...],
@@ -169,6 +191,7 @@ def _ask(
         stops=_stops(plain.get("stop")),
         stream=_flag(plain, "stream"),
         include_usage=_flag(options or {}, "include_usage"),
+        choices=_integer(plain, "n", 1, MAX_CHOICES, 1) or 1,
     )
 
 

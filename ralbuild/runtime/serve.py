@@ -12,29 +12,14 @@ from types import FrameType
 import uvicorn
 
 from ralbuild.runtime.app import Api
-from ralbuild.runtime.errors import HostUnfitError
+from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.log import log_event
 
 _LAST_SECONDS = 3.0
 """After the drain: time for the loop to end what is cut short."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; connections made from now on wait until the loop runs.
-
-    Raises:
-        HostUnfitError: when the address cannot be had.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except (OSError, UnicodeError) as error:
-        listener.close()
-        raise HostUnfitError(f"cannot listen: {error}", place=f"{host}:{port}") from None
-    return listener
+_ERROR_SECONDS = 0.5
+"""After the drain: time for the error that cut streams end with."""
+_SHUT_DOWN = ApiError(503, "shut_down", "the server ended before the answer did", retry_after=1)
 
 
 class _Bridge(logging.Handler):
@@ -71,11 +56,17 @@ class Server(uvicorn.Server):
         self._api = api
         self._drain_seconds = drain_seconds
         self._deadline = 0.0
+        self._cut = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept, and to follow the worker."""
+        await super().startup(sockets)
+        self._api.supervisor.begin()
 
     def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
-        """Begin to drain; a second signal ends the process without waiting."""
+        """Begin to drain; a second signal ends what runs without waiting."""
         if self._api.lifecycle.draining:
-            self.should_exit = self.force_exit = True
+            self._deadline = 0.0
             return
         self._api.lifecycle.draining = True
         self._deadline = time.monotonic() + self._drain_seconds
@@ -90,9 +81,12 @@ class Server(uvicorn.Server):
         if self._api.lifecycle.failure is not None:
             self.should_exit = True
         if self._api.lifecycle.draining:
-            late = time.monotonic() > self._deadline
-            if late and self._api.in_flight:
+            late = time.monotonic() - self._deadline
+            if late > 0 and self._api.in_flight and not self._cut:
+                self._cut = True
                 log_event("drain cut short", in_flight=self._api.in_flight)
-            self.force_exit = self.force_exit or late
-            self.should_exit = self.should_exit or late or not self._api.in_flight
+                self._api.supervisor.abandon(_SHUT_DOWN)
+            # What is left after that moment has a client that does not read.
+            self.force_exit = self._cut and late > _ERROR_SECONDS
+            self.should_exit = self.force_exit or not self._api.in_flight
         return await super().on_tick(counter)

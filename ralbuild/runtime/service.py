@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ralbuild.contract.bundle import Bounds, Bundle, Rule, select_profile
-from ralbuild.contract.places import ROUTE_HEADER
+from ralbuild.contract.places import INPUT_LENGTH_HEADER
 from ralbuild.contract.routes import RouteTable
 from ralbuild.runtime.engine import Engine, Generation
 from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.metrics import Metrics
 from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.prompts import Prompts
-from ralbuild.runtime.requests import Ask
+from ralbuild.runtime.requests import Ask, find_route, parse_chat, parse_completion
 from ralbuild.runtime.runtime_rules import RuntimeRules, texts_of
 from ralbuild.runtime.sampler import Draw
-
-MAX_ROUTE = 256
-"""Characters of a route name: it is a name and not a text, and the work per request stays bounded."""
 
 _OPEN_KINDS = frozenset({"allow", "append", "ban", "bold", "escape"})
 """Rules that let the model's own text be seen, so that its tokens may be named."""
@@ -51,7 +48,9 @@ class Service:
         later = self.runtime_rules.current if self.runtime_rules is not None else None
         if later is not None:
             later.admit(texts_of(ask), logprobs=ask.logprobs is not None)
-        profile = select_profile(self.bundle, self.routes, self._route(ask.model, route_header))
+        profile = select_profile(
+            self.bundle, self.routes, find_route(self.bundle.model, ask.model, route_header)
+        )
         prompt = self.prompts.chat(ask.messages) if ask.messages else self.prompts.completion(ask.prompt)
         most = self.bundle.engine.max_seq_len
         room = most - len(prompt)
@@ -63,6 +62,32 @@ class Service:
             raise ApiError(400, "context_length_exceeded", message, param="max_tokens")
         draw = self._draw(ask, profile)
         return Order(prompt, wanted, draw, profile, ask.stops, later)
+
+    def accept(self, message: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[Order]]:
+        """Check a request as it arrived; return what its answer begins with, and an order for each choice.
+
+        Args:
+            message: ``chat``, ``route`` and ``length`` (the headers, None without).
+            body: the JSON of the request.
+
+        Raises:
+            ApiError: whatever can be refused, before any work.
+        """
+        ask = (parse_chat if message["chat"] else parse_completion)(body)
+        _check_input_length(message["length"], ask)
+        order = self.make_order(ask, message["route"])
+        accepted = {
+            "model": ask.model,
+            "profile": self.bundle.profiles[order.profile].name,
+            "prompt_tokens": len(order.prompt),
+            "choices": ask.choices,
+            "stream": ask.stream,
+            "include_usage": ask.include_usage,
+            "logprobs": ask.logprobs is not None,
+        }
+        # Choice i is what a request alone with the i-th seed after this one gets.
+        seeds = [(order.draw.seed + choice) % (1 << 64) for choice in range(ask.choices)]
+        return accepted, [replace(order, draw=replace(order.draw, seed=seed)) for seed in seeds]
 
     def _draw(self, ask: Ask, profile: int) -> Draw:
         """Return how to sample: what the request wishes, within what its route imposes."""
@@ -100,19 +125,9 @@ class Service:
         """Queue an order; raises ApiError 429 when the queue is full."""
         return self.engine.submit(order, sink)
 
-    def models(self) -> dict[str, Any]:
-        """Return the body of `/v1/models`."""
-        return {"object": "list", "data": [self.model(self.bundle.model)]}
-
-    def model(self, name: str) -> dict[str, Any]:
-        """Return one model's object, or raise ApiError 404."""
-        self._route(name, None)
-        return {"id": name, "object": "model", "created": 0, "owned_by": "ralbuild"}
-
     def info(self) -> dict[str, Any]:
-        """Return the body of `/ral/info`: what was compiled in and how often each rule matched."""
+        """Return the body of `/ral/info`; the supervisor adds how often each rule matched."""
         bundle = self.bundle
-        counts = self.metrics.rule_counts
         return {
             "bundle": f"sha256:{self.digest}",
             "ralbuild": bundle.ralbuild,
@@ -130,23 +145,23 @@ class Service:
             ],
             "rules": [
                 {"id": number, "name": _rule_name(number, rule), "kind": rule.kind, "source": rule.source}
-                | {"place": rule.place, "events": counts[number]}
+                | {"place": rule.place}
                 for number, rule in enumerate(bundle.rules)
             ],
-            "runtime_rules": self.runtime_rules.info() if self.runtime_rules is not None else None,
+            "runtime_rules": self.runtime_rules_info(),
         }
 
-    def _route(self, model: str, header: str | None) -> str:
-        served = self.bundle.model
-        if model != served and not model.startswith(f"{served}/"):
-            raise ApiError(
-                404, "model_not_found", f"this server has {served!r}, not {model[:80]!r}", param="model"
-            )
-        route = header if header is not None else model[len(served) + 1 :]
-        if len(route) > MAX_ROUTE:
-            message = f"a route has at most {MAX_ROUTE} characters, this one {len(route)}"
-            raise ApiError(400, "route_too_long", message, param=ROUTE_HEADER)
-        return route
+    def runtime_rules_info(self) -> dict[str, Any] | None:
+        """Return what `/ral/info` says of the serving side's rules now; they change while the model stays."""
+        return self.runtime_rules.info() if self.runtime_rules is not None else None
+
+
+def _check_input_length(header: str | None, ask: Ask) -> None:
+    """A gateway that measured the input says so: a difference means that text was lost on the way."""
+    if header is not None and header.strip() != str(ask.input_length):
+        said = header.strip()[:32]
+        message = f"{INPUT_LENGTH_HEADER} says {said!r}, the texts have {ask.input_length} characters"
+        raise ApiError(422, "input_length_mismatch", message, extra={"measured": ask.input_length})
 
 
 def _rule_name(number: int, rule: Rule) -> str:

@@ -1,4 +1,4 @@
-"""The launcher's environment variables: one frozen value, read once."""
+"""The launcher's environment variables: one frozen value, read once by each process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from ralbuild.runtime.errors import HostUnfitError
 FULL_BYTES = 2 << 30
 """Weights that are hashed by default: about a second of one processor, while torch is imported."""
 
+PREPARE_THREADS = 2
+"""Prompts prepared at once; they share one interpreter, so more would only delay the decode loop."""
+_UNIX = "unix:"
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -19,18 +23,25 @@ class Settings:
 
     Attributes:
         root: put in front of every path of `ralbuild.contract.places`; empty inside a container.
-        host, port: where to listen; port 0 takes a free one.
+        host, port: where to listen; port 0 takes a free one, ``unix:/path`` is a socket file.
         bundle_sha256: digest that ``bundle.json`` must have; empty to accept any.
         weights_image: digest of the image that must be mounted at `places.MODEL_DIR`; empty when the weights
             are in this image.
-        verify: ``full`` hashes the weight files, ``size`` compares their sizes only, ``auto`` takes
-            ``full`` for weights of at most `FULL_BYTES`.
+        verify: ``full`` hashes all weight files, ``sampled`` compares all sizes and hashes some files,
+            drawn anew at each start, ``off`` compares sizes only; ``auto`` is ``full`` for weights of at
+            most `FULL_BYTES`, else ``sampled``. Every other file is hashed in any case.
         threads: compute threads; 0 takes what affinity and the cgroup allow.
         queue: requests that may wait for a slot; one more is refused with 429.
         kv_bytes: memory for keys and values; 0 takes what is free once the weights are loaded.
         drain_seconds: how long running requests may take after SIGTERM.
         runtime_rules: signed file with rules of the serving side; empty for none.
         runtime_rules_key: PEM file of the key that must have signed it.
+        idle_unload: seconds without a request after which memory is released; 0 is never, None is as
+            the bundle says.
+        keys_file: one API key a line; empty serves everybody.
+        admin_file: the token that may unload and load; empty lets nobody.
+        compat: ``vllm`` adds vLLM's names to the metrics.
+        log_json: log lines are JSON objects.
     """
 
     root: str = ""
@@ -45,10 +56,22 @@ class Settings:
     drain_seconds: int = 300
     runtime_rules: str = ""
     runtime_rules_key: str = ""
+    idle_unload: int | None = None
+    keys_file: str = ""
+    admin_file: str = ""
+    compat: str = ""
+    log_json: bool = False
 
-    def hashes(self, weight_bytes: int) -> bool:
-        """Tell whether weights of this size are hashed at start."""
-        return self.verify == "full" or (self.verify == "auto" and weight_bytes <= FULL_BYTES)
+    def verification(self, weight_bytes: int) -> str:
+        """Return ``full``, ``sampled`` or ``off`` for weights of this size."""
+        if self.verify != "auto":
+            return self.verify
+        return "full" if weight_bytes <= FULL_BYTES else "sampled"
+
+    @property
+    def socket_path(self) -> str:
+        """Return the path of a socket in the file system, or an empty text."""
+        return self.host.removeprefix(_UNIX) if self.host.startswith(_UNIX) else ""
 
     def path(self, place: str) -> Path:
         """Return where ``place`` of the image lies for this process."""
@@ -62,9 +85,6 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         HostUnfitError: naming the variable that has no meaning.
     """
     usual = Settings()
-    verify = env.get("RAL_VERIFY") or usual.verify
-    if verify not in ("auto", "size", "full"):
-        raise HostUnfitError(f"needs 'auto', 'size' or 'full', found {verify!r}", place="RAL_VERIFY")
     rules, key = env.get("RAL_RUNTIME_RULES", ""), env.get("RAL_RUNTIME_RULES_KEY", "")
     if bool(rules) != bool(key):
         missing = "RAL_RUNTIME_RULES_KEY" if rules else "RAL_RUNTIME_RULES"
@@ -75,14 +95,28 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         port=_number(env, "RAL_PORT", usual.port, 65535),
         bundle_sha256=env.get("RAL_BUNDLE_SHA256", "").removeprefix("sha256:"),
         weights_image=env.get("RAL_WEIGHTS_IMAGE", ""),
-        verify=verify,
+        verify=_choice(env, "RAL_VERIFY", ("auto", "full", "sampled", "off")),
         threads=_number(env, "RAL_THREADS", usual.threads, 4096),
         queue=_number(env, "RAL_QUEUE", usual.queue, 1 << 20),
         kv_bytes=_number(env, "RAL_KV_BYTES", usual.kv_bytes, 1 << 50),
         drain_seconds=_number(env, "RAL_DRAIN_SECONDS", usual.drain_seconds, 86400),
         runtime_rules=rules,
         runtime_rules_key=key,
+        idle_unload=_number(env, "RAL_IDLE_UNLOAD", 0, 86400 * 30) if env.get("RAL_IDLE_UNLOAD") else None,
+        keys_file=env.get("RAL_API_KEYS_FILE", ""),
+        admin_file=env.get("RAL_ADMIN_TOKEN_FILE", ""),
+        compat=_choice(env, "RAL_METRICS_COMPAT", ("", "vllm")),
+        log_json=_choice(env, "RAL_LOG", ("text", "json")) == "json",
     )
+
+
+def _choice(env: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
+    """Return one of ``known``; the first when the variable is not set."""
+    text = env.get(name) or known[0]
+    if text not in known:
+        shown = ", ".join(repr(item) for item in known if item)
+        raise HostUnfitError(f"needs one of {shown}; found {text!r}", place=name)
+    return text
 
 
 def _number(env: Mapping[str, str], name: str, default: int, most: int) -> int:

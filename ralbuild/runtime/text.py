@@ -41,6 +41,11 @@ class StopMatcher:
         del self._held[: len(out)]
         return out
 
+    @property
+    def held(self) -> int:
+        """Bytes that can still become a stop string."""
+        return len(self._held)
+
     def release(self) -> bytes:
         """Return what is still held: the stream has ended."""
         out = bytes(self._held)
@@ -90,6 +95,11 @@ class TextStream:
     def stopped(self) -> bool:
         """True once a stop string was found."""
         return self._matcher.stopped or (self._rules is not None and self._rules.stopped)
+
+    @property
+    def held(self) -> int:
+        """Bytes that a stop string holds back."""
+        return self._matcher.held
 
     def push(self, data: bytes) -> str:
         """Read bytes that the rules decided and return the text that is now certain."""

@@ -45,6 +45,12 @@ class DecodeGraph:
         """What a cached position costs."""
         return self.cache.shape
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of keys and values that `keep` holds; they live as long as the graph."""
+        seat = self._prefix_seat
+        return seat.pool.rows * seat.pool.capacity * self.shape.position_bytes if seat is not None else 0
+
     def keep(self, prefix: Sequence[int]) -> None:
         """Read what many prompts begin with, once and for all: `open` gives it to those that do.
 
