@@ -16,7 +16,7 @@ def test_ours_and_the_baseline_rewrite_the_benchmarks_text_alike(tmp_path: Path)
     rng = random.Random(1)
     terms = fold.words(rng, 30, 4, 12)
     tokens = fold.make_text(rng, terms[0])
-    machine, *_ = fold.build(terms, tmp_path)
+    machine, *_ = fold.build(fold.bold_rules(terms), tmp_path)
     out, events = machine.rewrite(0, "".join(tokens).encode())
     pattern = re.compile(rf"\b(?:{'|'.join(sorted(terms, key=len, reverse=True))})\b", re.IGNORECASE)
     assert out.decode() == pattern.sub(r"<b>\g<0></b>", "".join(tokens))
@@ -33,5 +33,19 @@ def test_the_last_line_is_one_object_with_the_figures(
     fold.main()
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["flatness"] >= 1
+    assert answer["mixed"]["flatness"] >= 1
     assert answer["regex_ratio"] > 0
     assert answer["build_seconds"] >= 0
+
+
+def test_the_mixed_series_has_a_rule_for_each_term_and_they_match(tmp_path: Path) -> None:
+    terms = fold.words(random.Random(1), 70, 4, 12)
+    rules = fold.mixed_rules(terms)
+    found = [*rules["actions"]["guard"]["redact"]]
+    for transformer in rules["postprocessing"]["output_transformers"]:
+        found += transformer["config"].get("rules") or transformer["config"]["bold_terms"]
+    assert len(found) == len(terms)
+    machine, *_ = fold.build(rules, tmp_path)
+    text = f"{terms[0]}, {terms[1]} {terms[0]} {terms[2]}-1234 {terms[3]}ing {terms[4]} 12 4111111111111111"
+    expected = f"<b>{terms[0]}</b>, [redacted] [redacted] {terms[3]} <i>{terms[4]} 12</i> [redacted]"
+    assert machine.rewrite(1, text.encode())[0].decode() == expected

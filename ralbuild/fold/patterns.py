@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ralbuild.config.letters import same_letters
 from ralbuild.config.regex import HUGE, Chars, Choice, Node, Sequence
@@ -23,6 +24,11 @@ WORD_SYMBOLS = _ASCII_WORD | frozenset(range(WORD_FLAG + 0x80, WORD_FLAG + 0x100
 SYMBOLS = 512
 
 DEAD = -1
+
+Spelling = tuple[tuple[int, int], ...]
+"""Ranges of bytes, one a byte of UTF-8."""
+ByteTree = tuple[tuple[frozenset[int], "ByteTree"], ...]
+"""Symbols, and what follows them: nothing where the character ends."""
 
 
 def fold_case(byte: int) -> tuple[int, ...]:
@@ -73,7 +79,7 @@ class Nfa:
     def closure(self, states: Iterable[int]) -> frozenset[int]:
         """Return ``states`` and all that is reached from them without reading."""
         found = set(states)
-        todo = list(found)
+        todo = [state for state in found if self.jumps[state]]
         while todo:
             for target in self.jumps[todo.pop()]:
                 if target not in found:
@@ -145,13 +151,15 @@ class _Spelling:
 
     def _chars(self, node: Chars, here: int) -> int:
         end = self._new()
-        for low, high in node.code_points(ignore_case=self.ignore_case):
-            for parts in utf8_ranges(low, high):
-                at = here
-                for first, last in parts[:-1]:
-                    at = self._edge(at, _both(first, last), self._new())
-                self._edge(at, _both(*parts[-1]), end)
+        self._branches(byte_tree(node, self.ignore_case), here, end)
         return end
+
+    def _branches(self, tree: ByteTree, here: int, end: int) -> None:
+        for symbols, rest in tree:
+            if rest:
+                self._branches(rest, self._edge(here, symbols, self._new()), end)
+            else:
+                self._edge(here, symbols, end)
 
     def _new(self) -> int:
         return self.nfa._state(self.rule)
@@ -168,13 +176,35 @@ def char_symbols(char: str) -> tuple[int, ...]:
     return tuple(byte + flag for byte in data)
 
 
-def _both(first: int, last: int) -> list[int]:
-    """Return the symbols of a range of bytes, of word characters and of others."""
-    high = range(max(first, 0x80) + WORD_FLAG, last + 1 + WORD_FLAG)
-    return [*range(first, last + 1), *high]
+@lru_cache(4096)
+def byte_tree(node: Chars, ignore_case: bool) -> ByteTree:
+    """Return how the characters of a class are spelled; bytes that go on alike are one branch."""
+    ranges = node.code_points(ignore_case=ignore_case)
+    return _tree([parts for low, high in ranges for parts in utf8_ranges(low, high)])
 
 
-def utf8_ranges(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
+def _tree(spellings: Iterable[Spelling]) -> ByteTree:
+    last: set[int] = set()
+    more: dict[int, list[Spelling]] = {}
+    for (low, high), *rest in spellings:
+        for byte in range(low, high + 1):
+            if rest:
+                more.setdefault(byte, []).append(tuple(rest))
+            else:
+                last.add(byte)
+    alike: dict[tuple[Spelling, ...], list[int]] = {}
+    for byte in sorted(more):
+        alike.setdefault(tuple(sorted(more[byte])), []).append(byte)
+    branches = [(_both(leads), _tree(rest)) for rest, leads in alike.items()]
+    return ((_both(last), ()), *branches) if last else tuple(branches)
+
+
+def _both(members: Iterable[int]) -> frozenset[int]:
+    """Return the symbols of bytes, of word characters and of others."""
+    return frozenset(members) | frozenset(byte + WORD_FLAG for byte in members if byte >= 0x80)
+
+
+def utf8_ranges(low: int, high: int) -> Iterator[Spelling]:
     """Split a range of code points (no surrogates) into sequences of byte ranges, one a byte of UTF-8.
 
     Method: Russ Cox, "Regular Expression Matching in the Wild" (2010).
@@ -227,7 +257,9 @@ class Dfa:
         self.class_is_word = [False] * self.classes
         for symbol in WORD_SYMBOLS:
             self.class_is_word[self.cls[symbol]] = True
-        self._classes_of: dict[frozenset[int], tuple[int, ...]] = {}
+        self._classes_of: dict[frozenset[int], int] = {}
+        self._numbers_of: dict[int, tuple[int, ...]] = {}
+        self._opened: dict[frozenset[int], int] = {}
         self._numbers: dict[frozenset[int], int] = {}
         self._members: list[frozenset[int]] = []
         self._next: list[dict[int, int] | None] = []
@@ -236,6 +268,13 @@ class Dfa:
 
     def node(self, states: Iterable[int]) -> int:
         """Return the node for a set of NFA states; `DEAD` for the empty set."""
+        open_ = frozenset(states)
+        found = self._opened.get(open_)
+        if found is None:
+            found = self._opened[open_] = self._node(open_)
+        return found
+
+    def _node(self, states: frozenset[int]) -> int:
         closed = self.nfa.closure(states)
         if not closed:
             return DEAD
@@ -264,24 +303,43 @@ class Dfa:
 
     def groups(self, node: int) -> list[tuple[tuple[int, ...], int]]:
         """Return what `moves` does, the classes that lead to one node together, by their least class."""
-        edges = [edge for state in self._members[node] for edge in self.nfa.edges[state]]
-        leads: dict[int, int] = {}
-        """By class, which edges it takes: bit k is edge k."""
-        for number, (mask, _) in enumerate(edges):
-            for klass in self._mask_classes(mask):
-                leads[klass] = leads.get(klass, 0) | 1 << number
-        together: dict[int, list[int]] = {}
-        for klass in sorted(leads):
-            together.setdefault(leads[klass], []).append(klass)
-        return [
-            (tuple(classes), self.node({edges[k][1] for k in range(bits.bit_length()) if bits >> k & 1}))
-            for bits, classes in together.items()
-        ]
+        leads: dict[int, list[int]] = {}
+        for state in self._members[node]:
+            for mask, target in self.nfa.edges[state]:
+                leads.setdefault(self._mask_classes(mask), []).append(target)
+        blocks: list[tuple[int, list[int]]] = []
+        """Sets of classes (bit k is class k) that lead to the same states, disjoint."""
+        for left, new in leads.items():
+            split = []
+            for classes, targets in blocks:
+                shared = classes & left
+                if not shared:
+                    split.append((classes, targets))
+                    continue
+                split.append((shared, targets + new))
+                left ^= shared
+                if classes != shared:
+                    split.append((classes ^ shared, targets))
+            if left:
+                split.append((left, new))
+            blocks = split
+        blocks.sort(key=lambda block: block[0] & -block[0])
+        return [(self._classes(classes), self.node(targets)) for classes, targets in blocks]
 
-    def _mask_classes(self, mask: frozenset[int]) -> tuple[int, ...]:
+    def _classes(self, bits: int) -> tuple[int, ...]:
+        found = self._numbers_of.get(bits)
+        if found is None:
+            found = self._numbers_of[bits] = tuple(k for k in range(self.classes) if bits >> k & 1)
+        return found
+
+    def _mask_classes(self, mask: frozenset[int]) -> int:
+        """Return the classes of some symbols: bit k is class k."""
         found = self._classes_of.get(mask)
         if found is None:
-            found = self._classes_of[mask] = tuple(sorted({self.cls[byte] for byte in mask}))
+            found = 0
+            for symbol in mask:
+                found |= 1 << self.cls[symbol]
+            self._classes_of[mask] = found
         return found
 
     def grows(self, node: int, *, after_word: bool) -> bool:
