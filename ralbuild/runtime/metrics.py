@@ -161,12 +161,16 @@ class RuntimeRuleMetrics:
         """Say what is in force; return what counts a match of each rule, in a series that starts at zero."""
         self._in_force.clear()
         self._in_force.labels(f"sha256:{sha256}", str(serial)).set(1)
-        self._stale.set(0)
+        self.settle()
         self._loads.labels("accepted").inc()
         self._events.clear()
         return tuple(
             self._events.labels(str(number), rule.kind, rule.place).inc for number, rule in enumerate(rules)
         )
+
+    def settle(self) -> None:
+        """Say that the file that is there is the one in force."""
+        self._stale.set(0)
 
     def refuse(self) -> None:
         """Say that a file was refused."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,7 +130,7 @@ class RuleText:
         return out
 
 
-class RuntimeRules:
+class WatchedRules:
     """The file, the key that must have signed it, and the rules in force.
 
     Args:
@@ -144,7 +146,6 @@ class RuntimeRules:
     def __init__(self, path: Path, key_path: Path, metrics: RuntimeRuleMetrics) -> None:
         self._path = path
         self._metrics = metrics
-        self._ended = threading.Event()
         self.refused = ""
         """Why the file that is there now is not in force; empty when it is."""
         try:
@@ -163,10 +164,6 @@ class RuntimeRules:
         """Look at the file every `POLL_SECONDS` from now on."""
         threading.Thread(target=self._watch, name="runtime-rules", daemon=True).start()
 
-    def close(self) -> None:
-        """Stop looking."""
-        self._ended.set()
-
     def check(self) -> None:
         """Look at the file once, and put it in force when it has changed and may be."""
         seen = _look(self._path)
@@ -176,11 +173,9 @@ class RuntimeRules:
         try:
             self.current = self._accept(self.current)
         except _RefusedError as error:
-            self.refused = str(error)
-            self._metrics.refuse()
-            log_event("runtime rules refused", reason=error, in_force=self.current.serial)
-            return
-        self.refused = ""
+            self._refuse(str(error))
+        else:
+            self.refused = ""
 
     def info(self) -> dict[str, Any]:
         """Return what `/ral/info` says; rules are named by their place, for their text must not be seen."""
@@ -197,8 +192,18 @@ class RuntimeRules:
         }
 
     def _watch(self) -> None:
-        while not self._ended.wait(POLL_SECONDS):
-            self.check()
+        while True:
+            time.sleep(POLL_SECONDS)
+            try:
+                self.check()
+            except Exception as error:  # a bug of ours must not end the watch
+                self._refuse(type(error).__name__)
+                log_event("runtime rules failed", trace=traceback.format_exc())
+
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        self._metrics.refuse()
+        log_event("runtime rules refused", reason=reason, in_force=self.current.serial)
 
     def _accept(self, before: RuleSet | None) -> RuleSet:
         """Read, check and parse the file, and say so; ``before`` is what it replaces."""
@@ -208,9 +213,13 @@ class RuntimeRules:
             if not any(self._key.verifies(envelope.signed_bytes, sig) for _, sig in envelope.signatures):
                 raise _RefusedError(f"is not signed by the key {self._key.name[:16]}")
             digest = sha256_hex(envelope.payload)
+            if before is not None and digest == before.sha256:
+                self._metrics.settle()
+                return before
             rules = read_payload(envelope.payload, "runtime rules")
-            if before is not None and (rules.serial, digest) != (before.serial, before.sha256):
-                _require_newer(rules.serial, before.serial)
+            if before is not None and rules.serial <= before.serial:
+                reason = f"has the serial {rules.serial}; another file with {before.serial} is in force"
+                raise _RefusedError(reason)
             machine = rules.machine("runtime rules")
         except OSError as error:
             raise _RefusedError(f"cannot be read: {error.strerror}") from None
@@ -219,11 +228,6 @@ class RuntimeRules:
         log_event("runtime rules in force", serial=rules.serial, sha256=digest, rules=len(rules.rules))
         counters = self._metrics.accept(digest, rules.serial, rules.rules)
         return RuleSet(digest, rules.serial, rules.rules, machine, counters)
-
-
-def _require_newer(serial: int, before: int) -> None:
-    if serial <= before:
-        raise _RefusedError(f"has the serial {serial}; another file with {before} is in force")
 
 
 def _look(path: Path) -> tuple[int, ...] | None:
@@ -237,9 +241,11 @@ def _look(path: Path) -> tuple[int, ...] | None:
 
 def _read_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
     """Read a regular file; a pipe would wait for its other end."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _RefusedError("is not a regular file")
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _RefusedError("is not a regular file")
+    with os.fdopen(fd, "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise _RefusedError(f"has more than {limit} bytes")
@@ -253,12 +259,12 @@ def _read_key(path: Path) -> PublicKey:
         raise ValueError(str(error)) from None
 
 
-def open_runtime_rules(settings: Settings, metrics: Metrics) -> RuntimeRules | None:
+def open_runtime_rules(settings: Settings, metrics: Metrics) -> WatchedRules | None:
     """Return the rules that this process was told to apply, watched from now on; None for none."""
     if not settings.runtime_rules:
         return None
     series = RuntimeRuleMetrics(metrics.registry)
-    rules = RuntimeRules(Path(settings.runtime_rules), Path(settings.runtime_rules_key), series)
+    rules = WatchedRules(Path(settings.runtime_rules), Path(settings.runtime_rules_key), series)
     rules.watch()
     return rules
 

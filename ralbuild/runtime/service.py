@@ -17,7 +17,7 @@ from ralbuild.runtime.metrics import Metrics
 from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.prompts import Prompts
 from ralbuild.runtime.requests import Ask, find_route, parse_chat, parse_completion
-from ralbuild.runtime.runtime_rules import RuntimeRules, texts_of
+from ralbuild.runtime.runtime_rules import WatchedRules, texts_of
 from ralbuild.runtime.sampler import Draw
 
 _OPEN_KINDS = frozenset({"allow", "append", "ban", "bold", "escape"})
@@ -36,7 +36,7 @@ class Service:
     prompts: Prompts
     engine: Engine
     metrics: Metrics
-    runtime_rules: RuntimeRules | None = None
+    runtime_rules: WatchedRules | None = None
 
     def make_order(self, ask: Ask, route_header: str | None) -> Order:
         """Turn a request into tokens and limits; all refusals happen here, before any work.
