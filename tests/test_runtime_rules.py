@@ -320,7 +320,7 @@ class TestFile:
         key = tmp_path / "none.pub" if fault == "no key" else keys / "sign.pub"
         with pytest.raises(RuntimeRulesError) as caught:
             WatchedRules(tmp_path / "rules.json", key, RuntimeRuleMetrics(CollectorRegistry()))
-        assert caught.value.exit_code == 86
+        assert caught.value.exit_code == 87
 
 
 @pytest.fixture(scope="module")
@@ -423,7 +423,7 @@ def test_a_server_whose_file_is_wrong_ends_with_its_own_status(
     published("serial: 1\n", by="other")
     env = {"RAL_RUNTIME_RULES": str(tmp_path / "rules.json")}
     code, log = refused(image, env | {"RAL_RUNTIME_RULES_KEY": str(keys / "sign.pub")})
-    assert code == 86
+    assert code == 87
     assert "is not signed by the key" in log
     code, log = refused(image, env)
     assert code == 84
