@@ -42,7 +42,9 @@ MATCH_EVERY = 100
 BASELINE = 1_000
 LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 WEIGHTS = tuple(1 / (rank + 2) for rank in range(26))
-KINDS = ("card", "email", "iban", "phone", "ip", "us_ssn", "api_key")
+KINDS = ("email", "card", "iban", "phone", "ip", "us_ssn", "api_key")
+MIXED_COUNTS = COUNTS[1:]
+"""Ten rules hold all sorts: what is compared is their number, not what an e-mail address costs."""
 
 Rules = Callable[[Sequence[str]], dict[str, Any]]
 """Terms to a config."""
@@ -87,14 +89,14 @@ def bold_rules(terms: Sequence[str]) -> dict[str, Any]:
 
 
 def mixed_rules(terms: Sequence[str]) -> dict[str, Any]:
-    """Return a config with a rule of some sort for each term; the first is bold."""
+    """Return a config with a rule of some sort for each term: all sorts among the first ten, the first is bold."""
     redact: list[dict[str, str]] = []
     bold: list[str] = []
     replace: list[dict[str, str]] = []
     markup: list[dict[str, str]] = []
     for number, term in enumerate(terms):
-        if number % 10 == 5 and number // 10 < len(KINDS):
-            redact.append({"kind": KINDS[number // 10]})
+        if 0 <= number - 5 < len(KINDS):
+            redact.append({"kind": KINDS[number - 5]})
         elif number % 5 == 1:
             redact.append({"text": f"{term} {terms[number - 1]}"})
         elif number % 5 == 2:
@@ -239,7 +241,7 @@ def main() -> None:
     options = parser.parse_args()
     repeat = max(3, options.repeat)
     rows = measure(repeat, COUNTS, bold_rules, baseline=True)
-    mixed = measure(repeat, COUNTS, mixed_rules, baseline=False)
+    mixed = measure(repeat, MIXED_COUNTS, mixed_rules, baseline=False)
     show("Bold terms", rows)
     show("Rules of every sort", mixed)
     baseline = next(row for row in rows if row.rules == BASELINE)

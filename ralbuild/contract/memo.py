@@ -5,6 +5,10 @@ A `Step` is exact because a settled slot (`ralbuild.contract.slot.Slot`) is whol
 redactions, an incomplete character), and these are part of the place. So what a token does follows from
 the place and the token's bytes, and what is held before the tail only moves. A step says what is written
 as slices of "held + token".
+
+A tail is mostly a word, so a token after it would be remembered for each pair of words. Where the token
+begins with a separator, which ends the candidate, it is read in two: the separator in the word's place, and
+the rest in a place that all words lead to.
 """
 
 from __future__ import annotations
@@ -23,6 +27,10 @@ LONGEST = 128
 """Bytes of a token that is remembered; whole texts come through the same door."""
 LONGEST_TAIL = 32
 """Bytes of a tail that is remembered. Longer candidates are rare, and mostly numbers, all different."""
+SEPARATORS = frozenset(range(0x80)) - frozenset(
+    b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
+)
+"""First bytes of tokens that are read in two behind a tail."""
 
 
 class PlaceKey(NamedTuple):
@@ -97,11 +105,36 @@ class Memo:
         place[token] = step
         self.steps += 1
 
+    def join(self, place: Place, token: bytes, middle: Place) -> None:
+        """Remember as one step what the first byte of ``token`` does to ``place`` and the rest to ``middle``.
+
+        Pairs are many: they may take half of the room.
+        """
+        one, two = place.get(token[:1]), middle.get(token[1:])
+        if one is None or two is None or self.steps >= LIMIT // 2:
+            return
+        shift = place.key.held + len(place.key.tail) + 1 - one.keep
+        parts: list[Part] = []
+        for part in (one.first, *one.more):
+            add_part(parts, part)
+        for part in (two.first, *two.more):
+            add_part(parts, part if isinstance(part, bytes) else slice(part.start + shift, part.stop + shift))
+        self.put(place, token, Step(*first_slice(parts), two.there, two.keep, one.events + two.events))
+
     def _forget(self) -> None:
         for place in list(self.places.values()):
             place.clear()  # a place that outlives this must not keep the others
         self.places.clear()
         self.steps = 0
+
+
+def add_part(parts: list[Part], part: Part) -> None:
+    """Append to what is written; a slice that goes on where the last one ends makes it longer."""
+    last = parts[-1] if parts else None
+    if isinstance(part, slice) and isinstance(last, slice) and last.stop == part.start:
+        parts[-1] = slice(last.start, part.stop)
+    elif not isinstance(part, slice) or part.start < part.stop:
+        parts.append(part)
 
 
 def first_slice(parts: Sequence[Part]) -> tuple[slice, tuple[Part, ...]]:

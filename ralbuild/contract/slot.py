@@ -6,7 +6,18 @@ from dataclasses import dataclass, field
 
 from ralbuild.contract.checks import holds
 from ralbuild.contract.machine import Machine
-from ralbuild.contract.memo import LONGEST, LONGEST_TAIL, Part, Place, PlaceKey, Step, first_slice, written
+from ralbuild.contract.memo import (
+    LONGEST,
+    LONGEST_TAIL,
+    SEPARATORS,
+    Part,
+    Place,
+    PlaceKey,
+    Step,
+    add_part,
+    first_slice,
+    written,
+)
 from ralbuild.contract.transducer_table import (
     COPY,
     DEAD,
@@ -92,7 +103,7 @@ class Slot:
         if step is None:
             return self._walk_and_remember(self.here, data)
         first, more, self.here, keep, events = step
-        text = self.raw + data
+        text = self.raw + data if self.raw else data
         self.raw = text[-keep:] if keep else b""
         if events:
             self.events += events
@@ -104,6 +115,13 @@ class Slot:
         return written(text, parts)
 
     def _walk_and_remember(self, before: Place, data: bytes) -> bytes:
+        if len(data) > 1 and before.key.tail and data[0] in SEPARATORS:
+            out = self.feed(data[:1])
+            middle = self.here
+            out += self.feed(data[1:])
+            if middle is not None:
+                self.machine.memo.join(before, data, middle)
+            return out
         known = len(self.events)
         parts, text = self._walk(data)
         if self.here is not None and len(data) <= LONGEST:
@@ -260,25 +278,24 @@ class Slot:
     def _read_redactions(self, out: list[Part]) -> None:
         machine, classes = self.machine, self.redact_class
         following, width = machine.table.redact_next, machine.redact_classes
-        home = machine.modes[self.mode].redact
-        while self.redact_at < len(classes):
-            entry = following[self.redact * width + classes[self.redact_at]]
-            if entry < DONE:  # nothing may end here
-                self.redact = entry
-                self.redact_at += 1
-                if home <= entry <= home + 1:
-                    self.start = self.redact_at
-                continue
-            target = entry & DEAD
-            self.redact_at += target == DONE
-            self._accept(entry >> REDACT_BITS)
-            if target >= DONE:
-                self._resolve(out)
-                continue
-            self.redact = target
-            self.redact_at += 1
-            if home <= target <= home + 1:
-                self.start = self.redact_at
+        home, end = machine.modes[self.mode].redact, len(classes)
+        state, at = self.redact, self.redact_at
+        while at < end:
+            target = entry = following[state * width + classes[at]]
+            if entry >= DONE:
+                target = entry & DEAD
+                self.redact_at = at + (target == DONE)
+                if entry > DEAD:  # something may end here
+                    self._accept(entry >> REDACT_BITS)
+                if target >= DONE:
+                    self._resolve(out)
+                    state, at = self.redact, self.redact_at
+                    continue
+            state = target
+            at += 1
+            if home <= state <= home + 1:
+                self.start = at
+        self.redact, self.redact_at = state, at
 
     def _accept(self, number: int) -> None:
         """The candidate may end here: take it for the first of the list whose check holds."""
@@ -342,10 +359,6 @@ class Slot:
                 self.events.append(arg)
 
     def _copy(self, end: int, out: list[Part]) -> None:
-        """Write the pending bytes up to ``end``; what was copied just before grows."""
-        last = out[-1] if out else None
-        if isinstance(last, slice) and last.stop == self.at:
-            out[-1] = slice(last.start, end)
-        else:
-            out.append(slice(self.at, end))
+        """Write the pending bytes up to ``end``."""
+        add_part(out, slice(self.at, end))
         self.at = end

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 
 from ralbuild.config.letters import same_letters
 from ralbuild.config.regex import HUGE, Chars, Choice, Node, Sequence
@@ -241,11 +242,34 @@ def byte_classes(sets: Iterable[frozenset[int]], size: int = 256) -> list[int]:
     return [numbers.setdefault(tuple(signature), len(numbers)) for signature in signatures]
 
 
+Partition = list[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Classes, and the places of the masks that hold them."""
+
+
+def partition(masks: Sequence_[int]) -> Partition:
+    """Split classes by which of ``masks`` (bit k is class k) they are in, by their least class."""
+    blocks: list[tuple[int, tuple[int, ...]]] = []
+    for number, left in enumerate(masks):
+        split = []
+        for classes, which in blocks:
+            shared = classes & left
+            if shared:
+                split.append((shared, (*which, number)))
+                left ^= shared
+            if classes != shared:
+                split.append((classes ^ shared, which))
+        if left:
+            split.append((left, (number,)))
+        blocks = split
+    blocks.sort(key=lambda block: block[0] & -block[0])
+    return [(tuple(k for k in range(bits.bit_length()) if bits >> k & 1), which) for bits, which in blocks]
+
+
 class Dfa:
     """Subset construction over an `Nfa`; nodes are made when they are first reached.
 
-    A node knows the best rule that ends in it, that is the one with the lowest number: one that needs no
-    word boundary (``accept``) and one that does (``accept_at_boundary``).
+    A node knows the rules that end in it (``ended``, lowest number first), and the best of them: one that
+    needs no word boundary (``accept``) and one that does (``accept_at_boundary``).
     """
 
     def __init__(self, nfa: Nfa, whole_word: Sequence_[bool]) -> None:
@@ -258,11 +282,12 @@ class Dfa:
         for symbol in WORD_SYMBOLS:
             self.class_is_word[self.cls[symbol]] = True
         self._classes_of: dict[frozenset[int], int] = {}
-        self._numbers_of: dict[int, tuple[int, ...]] = {}
+        self._partitions: dict[tuple[int, ...], Partition] = {}
         self._opened: dict[frozenset[int], int] = {}
         self._numbers: dict[frozenset[int], int] = {}
         self._members: list[frozenset[int]] = []
         self._next: list[dict[int, int] | None] = []
+        self.ended: list[tuple[int, ...]] = []
         self.accept: list[int | None] = []
         self.accept_at_boundary: list[int | None] = []
 
@@ -283,15 +308,12 @@ class Dfa:
             number = self._numbers[closed] = len(self._members)
             self._members.append(closed)
             self._next.append(None)
-            ended = [self.nfa.rule[state] for state in closed & self.nfa.ends]
+            ended = sorted({self.nfa.rule[state] for state in closed & self.nfa.ends})
+            self.ended.append(tuple(ended))
             words = [rule for rule in ended if self.whole_word[rule]]
-            self.accept.append(min((rule for rule in ended if not self.whole_word[rule]), default=None))
-            self.accept_at_boundary.append(min(words, default=None))
+            self.accept.append(next((rule for rule in ended if not self.whole_word[rule]), None))
+            self.accept_at_boundary.append(words[0] if words else None)
         return number
-
-    def ended(self, node: int) -> tuple[int, ...]:
-        """Return the rules that end in ``node``, in their order."""
-        return tuple(sorted({self.nfa.rule[state] for state in self._members[node] & self.nfa.ends}))
 
     def moves(self, node: int) -> dict[int, int]:
         """Return class to node for every class that leads somewhere."""
@@ -307,30 +329,18 @@ class Dfa:
         for state in self._members[node]:
             for mask, target in self.nfa.edges[state]:
                 leads.setdefault(self._mask_classes(mask), []).append(target)
-        blocks: list[tuple[int, list[int]]] = []
-        """Sets of classes (bit k is class k) that lead to the same states, disjoint."""
-        for left, new in leads.items():
-            split = []
-            for classes, targets in blocks:
-                shared = classes & left
-                if not shared:
-                    split.append((classes, targets))
-                    continue
-                split.append((shared, targets + new))
-                left ^= shared
-                if classes != shared:
-                    split.append((classes ^ shared, targets))
-            if left:
-                split.append((left, new))
-            blocks = split
-        blocks.sort(key=lambda block: block[0] & -block[0])
-        return [(self._classes(classes), self.node(targets)) for classes, targets in blocks]
-
-    def _classes(self, bits: int) -> tuple[int, ...]:
-        found = self._numbers_of.get(bits)
-        if found is None:
-            found = self._numbers_of[bits] = tuple(k for k in range(self.classes) if bits >> k & 1)
-        return found
+        masks = tuple(leads)
+        parts = self._partitions.get(masks)
+        if parts is None:
+            parts = self._partitions[masks] = partition(masks)
+        targets = list(leads.values())
+        return [
+            (
+                classes,
+                self.node(targets[which[0]] if len(which) == 1 else chain(*[targets[k] for k in which])),
+            )
+            for classes, which in parts
+        ]
 
     def _mask_classes(self, mask: frozenset[int]) -> int:
         """Return the classes of some symbols: bit k is class k."""

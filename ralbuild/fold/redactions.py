@@ -210,7 +210,7 @@ class _Builder:
 
     def _entry(self, node: int, after_word: bool) -> int:
         """Return the entry that leads to ``node``: a new state, unless nothing can follow there."""
-        ended = self.dfa.ended(node)
+        ended = self.dfa.ended[node]
         certain = [form for form in ended if not (after_word and self.forms[form].whole_word)]
         unchecked = [form for form in certain if self.forms[form].check == NO_CHECK]
         if unchecked and not self.dfa.goes_on(node):
@@ -225,6 +225,8 @@ class _Builder:
 
     def _list(self, forms: Sequence[int], after_word: bool) -> int:
         """Return the number of a list of accepts; nothing comes after a form that has no check."""
+        if not forms:
+            return 0
         entries: list[int] = []
         for form in forms:
             check = self.forms[form].check
