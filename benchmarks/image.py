@@ -13,9 +13,9 @@ each push goes to an empty registry of its own on loopback. The last line of ``-
 - ``bytes_written_ratio``: bytes that our process wrote to the disk for a layout, over the model's bytes;
   ``push_written_ratio`` for a push.
 - ``rule_change_ratio``: docker's no-change rebuild and push, over ours of a changed rule.
-- ``flat_ratio``: processor seconds of a changed rule and its push for 64 GB of weights, over those for 1 GB, and
-  ``flat_bytes``: bytes sent for each. The weights are sparse files whose digests the cache knows already, as
-  after one read; the registry is one of ours that says it has them.
+- ``flat_ratio``: processor seconds of a changed rule and its push for 64 GB of weights, over those for 1 GB,
+  and ``flat_bytes``: bytes sent for each. The weights are sparse files whose digests the cache knows
+  already, as after one read; the registry is one of ours that says it has them.
 - ``push_skopeo_ratio``, ``push_docker_ratio``: their push of the image to an empty registry, over ours.
 """
 
