@@ -232,7 +232,7 @@ def test_a_failure_inside_a_stream_reaches_the_openai_client_as_an_error(
     lifecycle, metrics = Lifecycle(), ServerMetrics()
     worker: Any = ThreadWorker(service)
     api = Api(lifecycle, metrics, Supervisor(worker, lifecycle, metrics, None))
-    listener = bind(Settings(host="127.0.0.1", port=0))
+    listener = bind({"RAL_HOST": "127.0.0.1", "RAL_PORT": "0"})
     port = listener.getsockname()[1]
     server = Server(api, 5)
     thread = threading.Thread(target=server.run, args=([listener],))

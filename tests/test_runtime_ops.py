@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -228,6 +229,42 @@ def test_several_choices_are_what_each_seed_gives_alone(runtime: Runtime) -> Non
     assert found == together
 
 
+def test_several_choices_have_the_log_probabilities_that_each_seed_has_alone(runtime: Runtime) -> None:
+    fields = {"temperature": 1.0, "max_tokens": 8, "logprobs": True, "top_logprobs": 3}
+
+    def choices(seed: int, **more: Any) -> list[dict[str, Any]]:
+        asked = CHAT | fields | {"seed": seed} | more
+        return list(runtime.post("/v1/chat/completions", asked, KEY)[1]["choices"])
+
+    alone = [choices(seed)[0]["logprobs"]["content"] for seed in (7, 8)]
+    together = [choice["logprobs"]["content"] for choice in choices(7, n=2)]
+    assert [[token["bytes"] for token in tokens] for tokens in together] == [
+        [token["bytes"] for token in tokens] for tokens in alone
+    ]
+    for one, other in zip(chain(*together), chain(*alone), strict=True):
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+        assert len(one["top_logprobs"]) == 3
+    found: list[list[Any]] = [[], []]
+    stream = open_request(runtime, fields | {"seed": 7, "n": 2, "stream": True}).getresponse().read()
+    for event in stream.split(b"\n\n")[:-2]:
+        for choice in json.loads(event.removeprefix(b"data: "))["choices"]:
+            found[choice["index"]] += (choice["logprobs"] or {"content": []})["content"]
+    assert [[token["bytes"] for token in tokens] for tokens in found] == [
+        [token["bytes"] for token in tokens] for tokens in alone
+    ]
+
+
+def test_what_is_kept_for_all_prompts_is_counted_and_gone_when_unloaded(runtime: Runtime) -> None:
+    runtime.wait_ready()
+    name = "ralbuild_kv_kept_bytes"
+    # 2 layers of keys and values, 2 heads of 16 numbers, 4 bytes each, one row of 64 positions.
+    assert samples(runtime)[name] == 64 * 2 * 2 * 2 * 16 * 4
+    runtime.post("/ral/unload", {}, ADMIN)
+    assert samples(runtime)[name] == 0
+    runtime.post("/ral/load", {}, ADMIN)
+    assert samples(runtime)[name] == 64 * 2 * 2 * 2 * 16 * 4
+
+
 def test_counters_gauges_and_units_follow_prometheus_rules(runtime: Runtime) -> None:
     runtime.post("/v1/chat/completions", CHAT, KEY)
     text = runtime.get("/metrics")[1].decode()
@@ -323,6 +360,34 @@ def test_nothing_is_written_outside_the_temporary_folder(
         and not re.search(r'"(/dev/|/proc/self/|' + re.escape(str(scratch)) + ")", line)
     ]
     assert changed == []
+
+
+def test_what_comes_before_the_server_is_there_is_answered_by_it(image: Image, tmp_path: Path) -> None:
+    path = tmp_path / "ral.sock"
+    settings = {"RAL_ROOT": str(image.root), "RAL_HOST": f"unix:{path}", "RAL_BUNDLE_SHA256": image.digest}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ralbuild.runtime"], env=os.environ | settings, stderr=subprocess.DEVNULL
+    )
+    try:
+        clients = []
+        while len(clients) < 3:
+            client = socket.socket(socket.AF_UNIX)
+            try:
+                client.connect(str(path))
+                clients.append(client)
+            except (FileNotFoundError, ConnectionRefusedError):
+                client.close()
+        probe, ready, post = clients
+        end = b"host: a\r\nconnection: close\r\n"
+        probe.sendall(b"GET /health HTTP/1.1\r\n" + end + b"\r\n")
+        ready.sendall(b"GET /ready HTTP/1.1\r\n" + end + b"\r\n")
+        post.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n" + end + b"content-length: 2\r\n\r\n{}")
+        answers = [client.makefile("rb").read() for client in clients]
+        assert [answer.split()[1] for answer in answers] == [b"200", b"503", b"503"]
+        assert b"model_loading" in answers[2]
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
 
 
 def test_process_one_on_a_socket_file_without_a_network_serves_reaps_and_ends(

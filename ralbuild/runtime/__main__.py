@@ -1,19 +1,24 @@
-"""``python -m ralbuild.runtime``: take the port, start the worker, serve, drain, end with a meaning."""
+"""``python -m ralbuild.runtime``: take the port, start the worker, serve, drain, end with a meaning.
+
+What is imported here delays the first answer of `/health`, and then the start of the worker.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
-import socket
 import sys
 
 from ralbuild.runtime.errors import StartError
-from ralbuild.runtime.lifecycle import Lifecycle
-from ralbuild.runtime.listening import bind, unbind
-from ralbuild.runtime.log import log_event, use_json
-from ralbuild.runtime.settings import Settings, read_settings
-from ralbuild.runtime.workers import WorkerProcess
+from ralbuild.runtime.listening import describe, listening
+from ralbuild.runtime.porter import Porter
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # without `typing`
+    import socket
+
+    from ralbuild.runtime.workers import WorkerProcess
 
 _QUIET = {
     # Nothing may reach for a network or write a cache, whatever a library would like to do.
@@ -23,58 +28,64 @@ _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+_USUAL = {
+    # Threads that spin while they wait slow every other process on the host: another colour of a release.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # oneDNN keeps a compiled product, half a MiB, for every number of rows that ever came: 1,024 of them.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+}
+"""What a container's environment may say otherwise."""
+
 
 def main() -> int:
     """Run the service; return its exit status (docs/runtime.md has the table)."""
     # Imports make many objects and no garbage: collecting between them costs a third of the start.
     gc.disable()
     os.environ.update(_QUIET)
-    # Threads that spin while they wait slow every other process on the host: another colour of a release.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in _USUAL.items():
+        os.environ.setdefault(name, value)
     for number in (signal.SIGTERM, signal.SIGINT):
         # Until the server takes over; process 1 would ignore a signal without a handler.
         signal.signal(number, lambda *_: os._exit(0))
     try:
-        settings = read_settings(os.environ)
-        use_json(settings.log_json)
-        listener = bind(settings)
-        try:
-            return _serve(settings, listener)
-        finally:
-            unbind(settings)
+        with listening(os.environ) as listener:
+            return _serve(listener)
     except StartError as error:
         return _refuse(error)
 
 
-def _serve(settings: Settings, listener: socket.socket) -> int:
-    lifecycle = Lifecycle()
+def _serve(listener: socket.socket) -> int:
+    porter = Porter(listener)
+    from ralbuild.runtime.workers import WorkerProcess
+
     # The worker imports torch while this process imports its server.
     worker = WorkerProcess()
     try:
-        return _supervise(settings, listener, lifecycle, worker)
+        return _supervise(listener, porter, worker)
     finally:
         worker.end()
 
 
-def _supervise(
-    settings: Settings, listener: socket.socket, lifecycle: Lifecycle, worker: WorkerProcess
-) -> int:
+def _supervise(listener: socket.socket, porter: Porter, worker: WorkerProcess) -> int:
+    from ralbuild.runtime.log import log_event, use_json
+    from ralbuild.runtime.settings import read_settings
+
+    settings = read_settings(os.environ)
+    use_json(settings.log_json)
+    log_event("listening", **describe(listener))
     from ralbuild.runtime.app import Api
     from ralbuild.runtime.exposition import ServerMetrics
     from ralbuild.runtime.keys import KeyFile
+    from ralbuild.runtime.lifecycle import Lifecycle
     from ralbuild.runtime.serve import Server
     from ralbuild.runtime.supervisor import Supervisor
 
+    lifecycle, metrics = Lifecycle(), ServerMetrics(compat=settings.compat)
     keys = KeyFile(settings.keys_file, "RAL_API_KEYS_FILE") if settings.keys_file else None
     admin = KeyFile(settings.admin_file, "RAL_ADMIN_TOKEN_FILE") if settings.admin_file else None
-    metrics = ServerMetrics(compat=settings.compat)
     supervisor = Supervisor(worker, lifecycle, metrics, settings.idle_unload)
-    server = Server(Api(lifecycle, metrics, supervisor, keys=keys, admin=admin), settings.drain_seconds)
-    if settings.socket_path:
-        log_event("listening", socket=settings.socket_path)
-    else:
-        host, port = listener.getsockname()[:2]
-        log_event("listening", host=host, port=port)
+    api = Api(lifecycle, metrics, supervisor, keys=keys, admin=admin)
+    server = Server(api, settings.drain_seconds, porter.leave)
     gc.freeze()
     gc.enable()
     try:
@@ -88,6 +99,9 @@ def _supervise(
 
 
 def _refuse(error: StartError) -> int:
+    from ralbuild.runtime.log import log_event, use_json
+
+    use_json(os.environ.get("RAL_LOG") == "json")  # it may not have been read yet
     log_event("refused", exit=error.exit_code, error=type(error).__name__, reason=error)
     return error.exit_code
 

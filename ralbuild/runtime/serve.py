@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -35,7 +38,10 @@ class Server(uvicorn.Server):
     uvicorn's own shutdown would tell running streams that their client is gone.
     """
 
-    def __init__(self, api: Api, drain_seconds: int) -> None:
+    def __init__(
+        self, api: Api, drain_seconds: int, waiting: Callable[[], Sequence[socket.socket]] = tuple
+    ) -> None:
+        """Serve ``api``; ``waiting`` gives the connections that were accepted before the server was there."""
         config = uvicorn.Config(
             api,
             loop="asyncio",
@@ -54,6 +60,7 @@ class Server(uvicorn.Server):
         logger.setLevel(logging.WARNING)
         logger.handlers = [_Bridge()]
         self._api = api
+        self._waiting = waiting
         self._drain_seconds = drain_seconds
         self._deadline = 0.0
         self._cut = False
@@ -61,7 +68,17 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept, and to follow the worker."""
         await super().startup(sockets)
+        loop = asyncio.get_running_loop()
+        for client in self._waiting():
+            await loop.connect_accepted_socket(self._protocol, client)
         self._api.supervisor.begin()
+
+    def _protocol(self) -> asyncio.Protocol:
+        """Return what speaks HTTP on one connection, as uvicorn makes it for those that it accepts."""
+        kind: Any = self.config.http_protocol_class
+        state = self.server_state
+        protocol: asyncio.Protocol = kind(config=self.config, server_state=state, app_state={})
+        return protocol
 
     def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
         """Begin to drain; a second signal ends what runs without waiting."""

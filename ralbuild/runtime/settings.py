@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ralbuild.contract import places
-from ralbuild.runtime.errors import HostUnfitError
+from ralbuild.runtime.variables import read_choice, read_number
 
 FULL_BYTES = 2 << 30
 """Weights that are hashed by default: about a second of one processor, while torch is imported."""
 
+_MONTH = 30 * 86400
 PREPARE_THREADS = 2
 """Prompts prepared at once; they share one interpreter, so more would only delay the decode loop."""
-_UNIX = "unix:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,6 @@ class Settings:
 
     Attributes:
         root: put in front of every path of `ralbuild.contract.places`; empty inside a container.
-        host, port: where to listen; port 0 takes a free one, ``unix:/path`` is a socket file.
         bundle_sha256: digest that ``bundle.json`` must have; empty to accept any.
         weights_image: digest of the image that must be mounted at `places.MODEL_DIR`; empty when the weights
             are in this image.
@@ -45,8 +43,6 @@ class Settings:
     """
 
     root: str = ""
-    host: str = "0.0.0.0"  # noqa: S104 - a container listens on all of its own interfaces
-    port: int = places.PORT
     bundle_sha256: str = ""
     weights_image: str = ""
     verify: str = "auto"
@@ -68,11 +64,6 @@ class Settings:
             return self.verify
         return "full" if weight_bytes <= FULL_BYTES else "sampled"
 
-    @property
-    def socket_path(self) -> str:
-        """Return the path of a socket in the file system, or an empty text."""
-        return self.host.removeprefix(_UNIX) if self.host.startswith(_UNIX) else ""
-
     def path(self, place: str) -> Path:
         """Return where ``place`` of the image lies for this process."""
         return Path(self.root + place)
@@ -91,38 +82,20 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         raise HostUnfitError("is missing: a file of rules needs the key that signed it", place=missing)
     return Settings(
         root=env.get("RAL_ROOT", "").rstrip("/"),
-        host=env.get("RAL_HOST", usual.host),
-        port=_number(env, "RAL_PORT", usual.port, 65535),
         bundle_sha256=env.get("RAL_BUNDLE_SHA256", "").removeprefix("sha256:"),
         weights_image=env.get("RAL_WEIGHTS_IMAGE", ""),
-        verify=_choice(env, "RAL_VERIFY", ("auto", "full", "sampled", "off")),
-        threads=_number(env, "RAL_THREADS", usual.threads, 4096),
-        queue=_number(env, "RAL_QUEUE", usual.queue, 1 << 20),
-        kv_bytes=_number(env, "RAL_KV_BYTES", usual.kv_bytes, 1 << 50),
-        drain_seconds=_number(env, "RAL_DRAIN_SECONDS", usual.drain_seconds, 86400),
+        verify=read_choice(env, "RAL_VERIFY", ("auto", "full", "sampled", "off")),
+        threads=read_number(env, "RAL_THREADS", usual.threads, 4096),
+        queue=read_number(env, "RAL_QUEUE", usual.queue, 1 << 20),
+        kv_bytes=read_number(env, "RAL_KV_BYTES", usual.kv_bytes, 1 << 50),
+        drain_seconds=read_number(env, "RAL_DRAIN_SECONDS", usual.drain_seconds, 86400),
         runtime_rules=rules,
         runtime_rules_key=key,
-        idle_unload=_number(env, "RAL_IDLE_UNLOAD", 0, 86400 * 30) if env.get("RAL_IDLE_UNLOAD") else None,
+        idle_unload=read_number(env, "RAL_IDLE_UNLOAD", 0, 86400 * 30)
+        if env.get("RAL_IDLE_UNLOAD")
+        else None,
         keys_file=env.get("RAL_API_KEYS_FILE", ""),
         admin_file=env.get("RAL_ADMIN_TOKEN_FILE", ""),
-        compat=_choice(env, "RAL_METRICS_COMPAT", ("", "vllm")),
-        log_json=_choice(env, "RAL_LOG", ("text", "json")) == "json",
+        compat=read_choice(env, "RAL_METRICS_COMPAT", ("", "vllm")),
+        log_json=read_choice(env, "RAL_LOG", ("text", "json")) == "json",
     )
-
-
-def _choice(env: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
-    """Return one of ``known``; the first when the variable is not set."""
-    text = env.get(name) or known[0]
-    if text not in known:
-        shown = ", ".join(repr(item) for item in known if item)
-        raise HostUnfitError(f"needs one of {shown}; found {text!r}", place=name)
-    return text
-
-
-def _number(env: Mapping[str, str], name: str, default: int, most: int) -> int:
-    text = env.get(name, "")
-    if not text:
-        return default
-    if not text.isascii() or not text.isdecimal() or int(text) > most:
-        raise HostUnfitError(f"needs a number from 0 to {most}, found {text!r}", place=name)
-    return int(text)

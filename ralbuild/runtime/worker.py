@@ -159,11 +159,11 @@ def main(arguments: list[str]) -> int:
     gc.disable()  # imports make many objects and no garbage
     # The supervisor decides when to end; Ctrl-C in a terminal reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    settings = read_settings(os.environ)
-    use_json(settings.log_json)
     line = _Line(socket.socket(fileno=int(arguments[0])))
     threading.Thread(target=line.listen, name="listen", daemon=True).start()
     try:
+        settings = read_settings(os.environ)
+        use_json(settings.log_json)
         service = _load(line, settings)
     except StartError as error:
         said = {"error": type(error).__name__, "message": error.message}
