@@ -100,7 +100,8 @@ def _record(prober: Prober, options: argparse.Namespace) -> int:
         lines.append(f"    max_tokens: {item.max_tokens}")
         lines.append(f"    text: {json.dumps(item.text, ensure_ascii=False)}")
     _deliver("\n".join(lines), options.record)
-    print(f"{len(golden)} golden probes written to {options.record}", file=sys.stderr)
+    plural = "" if len(golden) == 1 else "s"
+    print(f"{len(golden)} golden probe{plural} written to {options.record}", file=sys.stderr)
     return 0
 
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ralbuild.runtime.errors import HostUnfitError
 from ralbuild.runtime.variables import read_choice, read_number
 
 FULL_BYTES = 2 << 30
 """Weights that are hashed by default: about a second of one processor, while torch is imported."""
 
-_MONTH = 30 * 86400
+_MONTH = 30 * 86400  # seconds
 PREPARE_THREADS = 2
 """Prompts prepared at once; they share one interpreter, so more would only delay the decode loop."""
 
@@ -91,9 +92,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         drain_seconds=read_number(env, "RAL_DRAIN_SECONDS", usual.drain_seconds, 86400),
         runtime_rules=rules,
         runtime_rules_key=key,
-        idle_unload=read_number(env, "RAL_IDLE_UNLOAD", 0, 86400 * 30)
-        if env.get("RAL_IDLE_UNLOAD")
-        else None,
+        idle_unload=read_number(env, "RAL_IDLE_UNLOAD", 0, _MONTH) if env.get("RAL_IDLE_UNLOAD") else None,
         keys_file=env.get("RAL_API_KEYS_FILE", ""),
         admin_file=env.get("RAL_ADMIN_TOKEN_FILE", ""),
         compat=read_choice(env, "RAL_METRICS_COMPAT", ("", "vllm")),
