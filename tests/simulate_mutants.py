@@ -380,7 +380,7 @@ def decisive_draws(columns: int, size: int, edges: Sequence[int]) -> list[DrawCa
         DrawCase(spike(columns, size, at, 0.5), 1.0, top_p, 1000 * at + k, k, 1)
         for at in edges
         for top_p in (0.4, 0.7)
-        for k in range(3)
+        for k in range(6)
     ]
 
 
@@ -452,6 +452,12 @@ def sample_work() -> Callable[[Module], Comparison]:
         if size == 1104:
             stages.append((same, fine_draws(size + 37, size), quiet, 64))
     wide = read_vocab(write_vocab([*words, *(word + b" " for word in words), *words[:300]]), "wide")
+    for k in range(8):  # one token is longer than all others, and its end decides
+        long = [b"b"] * 2044
+        long[256 * k + 9] = b"bcccab"
+        longer = Tables(fst, bans, read_vocab(write_vocab(long), "long"), (3,))
+        row = np.where(np.arange(2081) < 2044, np.float32(0), np.float32(50))
+        stages.append((longer, [DrawCase(row, 1.0, 1.0, k, k, 1, ban_strict=1)], quiet, 1))
     few = Tables(fst, bans, read_vocab(write_vocab(words[:90]), "few"), (3,))
     hard = [b"b" + word for word in words[:1000]] + words[:20]
     stages += [
