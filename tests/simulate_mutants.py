@@ -413,6 +413,17 @@ def fine_draws(columns: int, size: int) -> list[DrawCase]:
     return draws
 
 
+def tied_draws(columns: int, size: int) -> list[DrawCase]:
+    """Rows in which two ids hold three tenths each, in any two places of a pass, and the nucleus is both."""
+    draws = []
+    for place in range(8):
+        row = np.zeros(columns, np.float32)
+        row[[256 * place + 9, (256 * place + 700) % size]] = np.log(0.75 * size)
+        row[size:] = 50.0
+        draws += [DrawCase(row, 1.0, 0.55, 300 * place + k, k, 1) for k in range(8)]
+    return draws
+
+
 def near(p: np.float32) -> Iterator[np.float32]:
     """Numbers around ``p``, the nearest first."""
     below = above = p
@@ -444,13 +455,15 @@ def sample_work() -> Callable[[Module], Comparison]:
     quiet = Options(shared=shared_bytes("sample"), step_limit=40_000)
     nothing_banned = Tables(fst, ban_automaton([b"zzzz"]), tables.vocab, (3,))
     stages = [(tables, draws, options, 32)]
-    for size in (1104, 1324, 1624, 2044):
+    for size in (1104, 204, 424, 624, 924, 1324, 1624, 2044):
         same = Tables(fst, nothing_banned.bans, read_vocab(write_vocab(words[:size]), "mutants"), (3,))
         last = [(size - 1) // 256 * 256, size - 1]
         edges = [*range(0, size - 256, 256), *last] if size == 1104 else last
         stages.append((same, decisive_draws(size + 37, size, edges), quiet, 64))
         if size == 1104:
             stages.append((same, fine_draws(size + 37, size), quiet, 64))
+        if size == 2044:
+            stages.append((same, tied_draws(size + 37, size), quiet, 64))
     wide = read_vocab(write_vocab([*words, *(word + b" " for word in words), *words[:300]]), "wide")
     for k in range(8):  # one token is longer than all others, and its end decides
         long = [b"b"] * 2044
@@ -460,9 +473,11 @@ def sample_work() -> Callable[[Module], Comparison]:
         stages.append((longer, [DrawCase(row, 1.0, 1.0, k, k, 1, ban_strict=1)], quiet, 1))
     few = Tables(fst, bans, read_vocab(write_vocab(words[:90]), "few"), (3,))
     hard = [b"b" + word for word in words[:1000]] + words[:20]
+    wall = Tables(fst, bans, read_vocab(write_vocab(hard), "walls"), (1019,))
     stages += [
         (few, [replace(draw, ban_strict=1) for draw in random_draws(few, 4, 6)], quiet, 4),
-        (Tables(fst, bans, read_vocab(write_vocab(hard), "walls"), (1019,)), walls(bans, hard), quiet, 8),
+        (wall, walls(bans, hard), quiet, 8),
+        (wall, walls(bans, hard)[-1:], options, 1),
         (Tables(fst, bans, wide, (3, 7)), cut_draws(len(wide)), quiet, 64),
     ]
     flat = read_vocab(write_vocab([b"a"] * 66_000), "flat")
