@@ -417,10 +417,11 @@ def tied_draws(columns: int, size: int) -> list[DrawCase]:
     """Rows in which two ids hold three tenths each, in any two places of a pass, and the nucleus is both."""
     draws = []
     for place in range(8):
-        row = np.zeros(columns, np.float32)
-        row[[256 * place + 9, (256 * place + 700) % size]] = np.log(0.75 * size)
-        row[size:] = 50.0
-        draws += [DrawCase(row, 1.0, 0.55, 300 * place + k, k, 1) for k in range(8)]
+        for k in range(16):  # the search for the edge meets it in another way at each height
+            row = np.full(columns, 0.213 * k, np.float32)
+            row[[256 * place + 9, (256 * place + 700) % size]] += np.log(0.75 * size)
+            row[size:] = 50.0
+            draws.append(DrawCase(row, 1.0, 0.55, 300 * place + k, k, 1))
     return draws
 
 
