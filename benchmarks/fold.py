@@ -89,7 +89,7 @@ def bold_rules(terms: Sequence[str]) -> dict[str, Any]:
 
 
 def mixed_rules(terms: Sequence[str]) -> dict[str, Any]:
-    """Return a config with a rule of some sort for each term: all sorts among the first ten, the first is bold."""
+    """Return a config with a rule for each term: all sorts among the first ten, the first is bold."""
     redact: list[dict[str, str]] = []
     bold: list[str] = []
     replace: list[dict[str, str]] = []
