@@ -107,7 +107,7 @@ def mixed_rules(terms: Sequence[str]) -> dict[str, Any]:
             markup.append({"pattern": f"{term}[ -]?[0-9]{{1,3}}", "before": "<i>", "after": "</i>"})
         else:
             bold.append(term)
-    named = [
+    named: list[tuple[str, dict[str, Any]]] = [
         ("html_enhancer", {"bold_terms": bold}),
         ("replace", {"rules": replace}),
         ("markup", {"rules": markup}),
