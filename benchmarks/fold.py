@@ -89,7 +89,7 @@ def bold_rules(terms: Sequence[str]) -> dict[str, Any]:
 
 
 def mixed_rules(terms: Sequence[str]) -> dict[str, Any]:
-    """Return a config with a rule for each term: all sorts are among the first ten, and the first is bold."""
+    """Return a config with a rule for each term: all sorts among the first ten, the first is bold."""
     redact: list[dict[str, str]] = []
     bold: list[str] = []
     replace: list[dict[str, str]] = []
@@ -107,7 +107,7 @@ def mixed_rules(terms: Sequence[str]) -> dict[str, Any]:
             markup.append({"pattern": f"{term}[ -]?[0-9]{{1,3}}", "before": "<i>", "after": "</i>"})
         else:
             bold.append(term)
-    named = [
+    named: list[tuple[str, dict[str, Any]]] = [
         ("html_enhancer", {"bold_terms": bold}),
         ("replace", {"rules": replace}),
         ("markup", {"rules": markup}),

@@ -27,6 +27,7 @@ def test_the_last_line_is_one_object_with_the_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fold, "COUNTS", (1, 5))
+    monkeypatch.setattr(fold, "MIXED_COUNTS", (2, 5))
     monkeypatch.setattr(fold, "TOKENS", 200)
     monkeypatch.setattr(fold, "BASELINE", 5)
     monkeypatch.setattr("sys.argv", ["fold", "--json", "--repeat", "3"])

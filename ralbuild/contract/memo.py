@@ -1,10 +1,9 @@
 """What tokens do to a text, remembered: most tokens meet a place that has seen them before.
 
 A `Step` is exact because a settled slot (`ralbuild.contract.slot.Slot`) is wholly described by its
-`Place`: of what it holds, the rules have read all but the last bytes (``tail``: a candidate of the
-redactions, an incomplete character), and these are part of the place. So what a token does follows from
-the place and the token's bytes, and what is held before the tail only moves. A step says what is written
-as slices of "held + token".
+`Place`, the bytes that it holds among it: what a token writes and where it leads is one look-up, however
+much is held. The last of these bytes, which the rules have not read, are the tail: a candidate of the
+redactions, or an incomplete character.
 
 A tail is mostly a word, so a token after it would be remembered for each pair of words. Where the token
 begins with a separator, which ends the candidate, it is read in two: the separator in the word's place, and
@@ -13,11 +12,7 @@ the rest in a place that all words lead to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-Part = slice | bytes
-"""Something that is written: a slice of the bytes at hand, or a string of the table."""
 
 LIMIT = 1 << 16
 """Steps that one table remembers, for all its texts together: at most about 32 MiB."""
@@ -25,8 +20,8 @@ PLACES = 1 << 15
 """Places likewise: a tail can be any bytes, so there is no end of them."""
 LONGEST = 128
 """Bytes of a token that is remembered; whole texts come through the same door."""
-LONGEST_TAIL = 32
-"""Bytes of a tail that is remembered. Longer candidates are rare, and mostly numbers, all different."""
+LONGEST_HELD = 32
+"""Bytes that a place may hold. More are rare, and mostly numbers, all different."""
 SEPARATORS = frozenset(range(0x80)) - frozenset(
     b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 )
@@ -38,16 +33,15 @@ class PlaceKey(NamedTuple):
 
     Attributes:
         mode, redact, state: the mode, and the states of redactions and rules.
-        held: bytes that the rules have read and not decided.
-        tail: bytes behind them that they have not read.
+        raw: the bytes that are not decided; held: how many of them the rules have read.
         best, best_size: the longest accept of the candidate and its length; -1 and 0 for none.
     """
 
     mode: int
     redact: int
     state: int
+    raw: bytes
     held: int
-    tail: bytes
     best: int
     best_size: int
 
@@ -66,16 +60,13 @@ class Step(NamedTuple):
     """What one token does to a settled slot that stays settled.
 
     Attributes:
-        first, more: what is written; nearly always one slice.
+        out: what is written.
         there: the place behind it.
-        keep: how many of the last bytes stay undecided.
         events: ids of the rules that matched.
     """
 
-    first: slice
-    more: tuple[Part, ...]
+    out: bytes
     there: Place
-    keep: int
     events: tuple[int, ...]
 
 
@@ -111,39 +102,11 @@ class Memo:
         Pairs are many: they may take half of the room.
         """
         one, two = place.get(token[:1]), middle.get(token[1:])
-        if one is None or two is None or self.steps >= LIMIT // 2:
-            return
-        shift = place.key.held + len(place.key.tail) + 1 - one.keep
-        parts: list[Part] = []
-        for part in (one.first, *one.more):
-            add_part(parts, part)
-        for part in (two.first, *two.more):
-            add_part(parts, part if isinstance(part, bytes) else slice(part.start + shift, part.stop + shift))
-        self.put(place, token, Step(*first_slice(parts), two.there, two.keep, one.events + two.events))
+        if one is not None and two is not None and self.steps < LIMIT // 2:
+            self.put(place, token, Step(one.out + two.out, two.there, one.events + two.events))
 
     def _forget(self) -> None:
         for place in list(self.places.values()):
             place.clear()  # a place that outlives this must not keep the others
         self.places.clear()
         self.steps = 0
-
-
-def add_part(parts: list[Part], part: Part) -> None:
-    """Append to what is written; a slice that goes on where the last one ends makes it longer."""
-    last = parts[-1] if parts else None
-    if isinstance(part, slice) and isinstance(last, slice) and last.stop == part.start:
-        parts[-1] = slice(last.start, part.stop)
-    elif not isinstance(part, slice) or part.start < part.stop:
-        parts.append(part)
-
-
-def first_slice(parts: Sequence[Part]) -> tuple[slice, tuple[Part, ...]]:
-    """Return the leading slice of ``parts`` (empty when a string leads) and the rest."""
-    if parts and isinstance(parts[0], slice):
-        return parts[0], tuple(parts[1:])
-    return slice(0, 0), tuple(parts)
-
-
-def written(text: bytes, parts: Sequence[Part]) -> bytes:
-    """Return the bytes that ``parts`` write of ``text``."""
-    return b"".join([text[part] if isinstance(part, slice) else part for part in parts])

@@ -6,18 +6,7 @@ from dataclasses import dataclass, field
 
 from ralbuild.contract.checks import holds
 from ralbuild.contract.machine import Machine
-from ralbuild.contract.memo import (
-    LONGEST,
-    LONGEST_TAIL,
-    SEPARATORS,
-    Part,
-    Place,
-    PlaceKey,
-    Step,
-    add_part,
-    first_slice,
-    written,
-)
+from ralbuild.contract.memo import LONGEST, LONGEST_HELD, SEPARATORS, Place, PlaceKey, Step
 from ralbuild.contract.transducer_table import (
     COPY,
     DEAD,
@@ -36,13 +25,16 @@ from ralbuild.contract.words import unfinished
 
 _MARK_MASK = (1 << MARK_BITS) - 1
 
+Part = slice | bytes
+"""Something that is written: a slice of the bytes at hand, or a string of the table."""
+
 
 @dataclass(slots=True)
 class Slot:
     """One text being rewritten. Positions count in ``raw``; bytes before ``at`` are decided.
 
     A settled slot has read all that it holds, and no marker is begun. Its place says everything about
-    it, and the numbers below are written down (`_wake`) only when something needs them.
+    it, and what is below is written down (`_wake`) only when something needs them.
 
     Attributes:
         machine: the shared table.
@@ -80,7 +72,7 @@ class Slot:
     @property
     def pending(self) -> bytes:
         """The bytes read and not yet decided; never longer than the table's ``max_held``."""
-        return self.raw
+        return self.raw if self.here is None else self.here.key.raw
 
     @property
     def state(self) -> int:
@@ -102,39 +94,30 @@ class Slot:
         step = self.here.get(data)
         if step is None:
             return self._walk_and_remember(self.here, data)
-        first, more, self.here, keep, events = step
-        text = self.raw + data if self.raw else data
-        self.raw = text[-keep:] if keep else b""
+        out, self.here, events = step
         if events:
             self.events += events
-        return text[first] + written(text, more) if more else text[first]
-
-    def walk(self, data: bytes) -> bytes:
-        """Do what `feed` does, by every byte of ``data``."""
-        parts, text = self._walk(data)
-        return written(text, parts)
+        return out
 
     def _walk_and_remember(self, before: Place, data: bytes) -> bytes:
-        if len(data) > 1 and before.key.tail and data[0] in SEPARATORS:
+        known = len(self.events)
+        if len(data) > 1 and data[0] in SEPARATORS and before.key.held < len(before.key.raw):
             out = self.feed(data[:1])
             middle = self.here
             out += self.feed(data[1:])
             if middle is not None:
                 self.machine.memo.join(before, data, middle)
             return out
-        known = len(self.events)
-        parts, text = self._walk(data)
+        out = self.walk(data)
         if self.here is not None and len(data) <= LONGEST:
-            first, more = first_slice(parts)
-            step = Step(first, more, self.here, len(self.raw), tuple(self.events[known:]))
-            self.machine.memo.put(before, data, step)
-        return written(text, parts)
+            self.machine.memo.put(before, data, Step(out, self.here, tuple(self.events[known:])))
+        return out
 
-    def _walk(self, data: bytes) -> tuple[list[Part], bytes]:
-        """Read ``data``; return what is decided, and the bytes that its slices are of."""
+    def walk(self, data: bytes) -> bytes:
+        """Do what `feed` does, by every byte of ``data``."""
         out: list[Part] = []
         if self.stopped:
-            return out, b""
+            return b""
         self._wake()
         text = self.raw = self.raw + data
         if self.machine.modes[self.mode].mark < 0:
@@ -147,32 +130,31 @@ class Slot:
             self._advance(out, last=False)
             self._forget()
             self._rest()
-        return out, text
+        return written(text, out)
 
     def _rest(self) -> None:
         """Find the place of a slot that is settled."""
         end = len(self.raw)
-        if end - self.start > LONGEST_TAIL or not self.free == self.seen == end:
+        if end > LONGEST_HELD or not self.free == self.seen == end:
             return
         if self.mark == self.machine.modes[self.mode].mark:
             best_size = self.best_end - self.start if self.best >= 0 else 0
-            tail = self.raw[self.start :]
-            key = PlaceKey(self.mode, self.redact, self.rule, self.start, tail, self.best, best_size)
+            key = PlaceKey(self.mode, self.redact, self.rule, self.raw, self.start, self.best, best_size)
             self.here = self.machine.memo.place(key)
 
     def _wake(self) -> None:
         """Write down the numbers of a settled slot."""
         if self.here is None:
             return
-        self.mode, self.redact, self.rule, held, tail, self.best, best_size = self.here.key
+        self.mode, self.redact, self.rule, self.raw, held, self.best, best_size = self.here.key
         self.here = None
         self.mark = self.machine.modes[self.mode].mark
         self.read = self.start = held
         self.free = self.seen = len(self.raw)
         self.best_end = held + best_size
         self.rule_class, self.redact_class = bytearray(held), bytearray(held)
-        if tail:
-            self._classify(tail, last=False)
+        if held < len(self.raw):
+            self._classify(self.raw[held:], last=False)
         self.redact_at = len(self.redact_class)
 
     def finish(self) -> bytes:
@@ -183,9 +165,9 @@ class Slot:
     def close(self) -> tuple[bytes, bytes]:
         """End the text; return what was pending, and what the rules append to any text."""
         rest: list[Part] = []
+        self._wake()
         text = self.raw
         if not self.stopped:
-            self._wake()
             self.free = self.seen = len(text)
             self._settle(rest)
             self._forget()
@@ -359,6 +341,15 @@ class Slot:
                 self.events.append(arg)
 
     def _copy(self, end: int, out: list[Part]) -> None:
-        """Write the pending bytes up to ``end``."""
-        add_part(out, slice(self.at, end))
+        """Write the pending bytes up to ``end``; what was copied just before grows."""
+        last = out[-1] if out else None
+        if isinstance(last, slice) and last.stop == self.at:
+            out[-1] = slice(last.start, end)
+        else:
+            out.append(slice(self.at, end))
         self.at = end
+
+
+def written(text: bytes, parts: list[Part]) -> bytes:
+    """Return the bytes that ``parts`` write of ``text``."""
+    return b"".join([text[part] if isinstance(part, slice) else part for part in parts])

@@ -63,7 +63,7 @@ class Transducer(Machine):
         """Return a fresh slot for ``profile``."""
         mode = self.table.starts[profile]
         row = self.modes[mode]
-        here = self.memo.place(PlaceKey(mode, row.redact, row.rule, 0, b"", -1, 0))
+        here = self.memo.place(PlaceKey(mode, row.redact, row.rule, b"", 0, -1, 0))
         return Slot(self, mode, row.mark, row.redact, row.rule, here)
 
     def rewrite(self, profile: int, data: bytes) -> tuple[bytes, list[int]]:

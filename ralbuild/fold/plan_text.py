@@ -42,7 +42,7 @@ def plan_text(bundle: Bundle, bundle_sha256: str, size: TransducerSize) -> str:
         "",
         "Transducer",
         f"  {size.states} states x {size.classes} byte classes, {size.table_bytes} bytes",
-        f"  {size.programs} programs; markers and kinds {size.front_bytes} bytes",
+        f"  {size.programs} programs; markers and redactions {size.front_bytes} bytes",
         f"  longest hold-back {size.max_held} bytes; text that no rule can match is never held",
         "",
         "Kernels",
