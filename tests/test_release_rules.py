@@ -15,7 +15,7 @@ from supply_cases import make_key, ralbuild
 
 from ralbuild.errors import GateError, UsageError
 from ralbuild.release import runtime_rules
-from ralbuild.release.runtime_rules import container_settings, publish
+from ralbuild.release.runtime_rules import container_settings, publish, why_not_in_force
 from ralbuild.release.site import Deployed, Site, State
 
 
@@ -112,6 +112,20 @@ def test_a_file_that_does_not_come_into_force_is_taken_back(
     with pytest.raises(GateError, match=reason):
         publish(site, files / "2.json")
     assert in_place(site) == (files / "1.json").read_bytes()
+
+
+def test_the_gate_asks_whether_the_rules_are_in_force(site: Site, files: Path, server: Server) -> None:
+    digest = runtime_rules.open_signed(
+        files / "1.json", runtime_rules.load_public_key(files / "sign.pub")
+    ).sha256
+    server.said = {"sha256": digest, "refused": None}
+    assert why_not_in_force(site, "blue") == ""
+    server.said = None  # an image, or a container, from before there were such rules
+    assert "without rules" in why_not_in_force(site, "blue")
+    server.said = {"sha256": "old", "refused": "is not signed"}
+    assert "is not signed" in why_not_in_force(site, "blue")
+    plain = Site(site.folder, replace(site.settings, runtime_rules=False))
+    assert why_not_in_force(plain, "blue") == ""
 
 
 def test_a_server_that_does_not_answer_keeps_its_file(site: Site, files: Path) -> None:

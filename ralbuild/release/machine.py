@@ -18,7 +18,7 @@ from ralbuild.release.journal import Journal, Plan
 from ralbuild.release.preflight import free_room
 from ralbuild.release.probe import KINDS, Prober
 from ralbuild.release.proxy import Proxy
-from ralbuild.release.runtime_rules import container_settings
+from ralbuild.release.runtime_rules import container_settings, why_not_in_force
 from ralbuild.release.service_client import NoAnswerError, ServiceClient
 from ralbuild.release.site import Deployed, Site
 from ralbuild.report import Report
@@ -149,6 +149,8 @@ class Release:
             if not result.ok:
                 raise _StepError(f"{result.kind} {result.name}: {result.message}")
             count += 1
+        if reason := why_not_in_force(self.site, self.plan.colour):
+            raise _StepError(reason)
         return f"{count} probes passed"
 
     def _warm(self) -> str:

@@ -25,6 +25,7 @@ from ralbuild.release.site import COLOURS, Settings, Site, other
 from ralbuild.render import render_text
 
 START_SECONDS = 10.0
+UNIT_FILE = "ral-proxy.service"
 
 
 class Proxy(Protocol):
@@ -104,6 +105,9 @@ class _Daemon:
 
     program = ""
     pid_name = ""
+    config_name = ""
+    stop_signal = reload_signal = signal.SIGTERM
+    """What lets it finish its answers and end, and what makes it read its files again."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder = folder
@@ -142,8 +146,25 @@ class _Daemon:
                 os.kill(pid, number)
 
     def stop(self) -> None:
-        """Let it finish what it answers, then end."""
-        raise NotImplementedError
+        self._signal(self.stop_signal)
+
+    def _arguments(self) -> tuple[str, ...]:
+        """Return what starts it as a daemon."""
+        return "-c", str(self.folder / self.config_name)
+
+    def _write_unit(self) -> None:
+        """Write a unit with which systemd starts it as we do."""
+        values = {
+            "run": self.folder,
+            "pid": self.folder / self.pid_name,
+            "tool": self._tool(),
+            "arguments": self._arguments(),
+            "stop": self.stop_signal.name,
+            "reload": self.reload_signal.name.removeprefix("SIG"),
+            "drain": self.settings.drain_seconds,
+        }
+        unit = render_text("release/proxy.service.j2", values)
+        write_atomically(self.folder / UNIT_FILE, unit, durable=True)
 
 
 class HaProxy(_Daemon):
@@ -151,20 +172,27 @@ class HaProxy(_Daemon):
 
     program = "haproxy"
     pid_name = "haproxy.pid"
+    config_name = "haproxy.cfg"
+    stop_signal, reload_signal = signal.SIGUSR1, signal.SIGUSR2
     can_hold = True
 
     def write_files(self) -> None:
         for name, data in haproxy_files(self.folder, self.settings).items():
             if name != "state.map" or not (self.folder / name).exists():
                 write_atomically(self.folder / name, data, durable=True)
+        self._write_unit()
 
     def check(self) -> None:
-        self._run("-c", "-f", str(self.folder / "haproxy.cfg"))
+        self._run("-c", "-f", str(self.folder / self.config_name))
+
+    def _arguments(self) -> tuple[str, ...]:
+        pid = str(self.folder / self.pid_name)
+        return "-W", "-D", "-f", str(self.folder / self.config_name), "-p", pid
 
     def start(self) -> None:
         if self.running():
             return
-        self._run("-W", "-D", "-f", str(self.folder / "haproxy.cfg"), "-p", str(self.folder / self.pid_name))
+        self._run(*self._arguments())
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(HostError):
@@ -172,9 +200,6 @@ class HaProxy(_Daemon):
                 return
             time.sleep(0.05)
         raise HostError("haproxy does not answer on its socket", place=str(self.folder))
-
-    def stop(self) -> None:
-        self._signal(signal.SIGUSR1)
 
     def active(self) -> str:
         return self._map()[0]
@@ -244,31 +269,30 @@ class Nginx(_Daemon):
 
     program = "nginx"
     pid_name = "nginx.pid"
+    config_name = "nginx.conf"
+    stop_signal, reload_signal = signal.SIGQUIT, signal.SIGHUP
     can_hold = False
 
     def write_files(self) -> None:
         values = _values(self.folder, self.settings)
-        write_atomically(
-            self.folder / "nginx.conf", render_text("release/nginx.conf.j2", values), durable=True
-        )
+        text = render_text("release/nginx.conf.j2", values)
+        write_atomically(self.folder / self.config_name, text, durable=True)
+        self._write_unit()
         if not (self.folder / "active.conf").exists():
             self._persist("")
 
     def check(self) -> None:
-        self._run("-t", "-q", "-c", str(self.folder / "nginx.conf"))
+        self._run("-t", "-q", *self._arguments())
 
     def start(self) -> None:
         if self.running():
             return
-        self._run("-c", str(self.folder / "nginx.conf"))
+        self._run(*self._arguments())
         deadline = time.monotonic() + START_SECONDS
         while not self.running():
             if time.monotonic() > deadline:
                 raise HostError("nginx did not start; see nginx.log", place=str(self.folder))
             time.sleep(0.05)
-
-    def stop(self) -> None:
-        self._signal(signal.SIGQUIT)
 
     def active(self) -> str:
         try:
@@ -279,7 +303,7 @@ class Nginx(_Daemon):
 
     def activate(self, colour: str) -> None:
         self._persist(colour)
-        self._signal(signal.SIGHUP)
+        self._signal(self.reload_signal)
 
     def hold(self, held: bool) -> None:
         if held:

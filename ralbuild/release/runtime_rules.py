@@ -60,19 +60,24 @@ def publish(site: Site, path: Path) -> Checked:
         message = f"has the serial {found.rules.serial}, {before.rules.serial} is in force"
         raise UsageError(message, place=str(path), hint="raise `serial`, and compile it again")
     _write(site, RULES, found.data)
-    refusal = _await(site, found.sha256)
-    if refusal:
+    active = site.state.active
+    if active and (refusal := _await(site, active, found.sha256)):
         _write(site, RULES, before.data)
         raise GateError(refusal, place="release rules", hint="the file before is back")
     return found
 
 
-def _await(site: Site, sha256: str) -> str:
-    """Wait until the server says that the file is in force; return what is wrong otherwise."""
-    active = site.state.active
-    if not active:
+def why_not_in_force(site: Site, colour: str) -> str:
+    """Return why ``colour`` does not apply the site's file; empty when it does, or the site has none."""
+    if not site.settings.runtime_rules:
         return ""
-    client = ServiceClient("127.0.0.1", site.settings.port(active), timeout=10.0)
+    folder = site.folder / FOLDER
+    return _await(site, colour, open_signed(folder / RULES, load_public_key(folder / KEY)).sha256)
+
+
+def _await(site: Site, colour: str, sha256: str) -> str:
+    """Wait until ``colour`` says that the file is in force; return what is wrong otherwise."""
+    client = ServiceClient("127.0.0.1", site.settings.port(colour), timeout=10.0)
     deadline = time.monotonic() + SEEN_SECONDS
     while True:
         try:
@@ -81,12 +86,12 @@ def _await(site: Site, sha256: str) -> str:
             return str(error)
         said = body.get("runtime_rules") if isinstance(body, dict) else None
         if not isinstance(said, dict):
-            return f"{active} was started without rules of the serving side: release an image again"
+            return f"{colour} was started without rules of the serving side: release its image again"
         if said.get("sha256") == sha256:
             return ""
         if time.monotonic() > deadline:
             reason = said.get("refused") or f"not in force after {SEEN_SECONDS:.0f} s"
-            return f"{active}: {str(reason)[:200]}"
+            return f"{colour}: {str(reason)[:200]}"
         time.sleep(0.2)
 
 

@@ -31,6 +31,8 @@ CONFIG = ROOT / "tests" / "e2e" / "guardrails.yaml"
 QUESTION = "What does a compliance audit check? Answer in one sentence."
 
 BROKEN = "ralbuild-test/broken"
+CHANGED = "<b>company</b>"
+"""What the second image's answers hold and the first one's do not."""
 
 pytestmark = [pytest.mark.real_model, pytest.mark.docker]
 
@@ -121,7 +123,8 @@ def site(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sit
     yield found
     ralbuild(images, "release", "proxy", "stop", "--site", found.folder)
     boxes, engine = containers(found.folder), docker.from_env()
-    names = {box.image.id for box in boxes} | {f"{BROKEN}:{what}" for what in ("env", "label")}
+    # Those that were made of another image go before it.
+    names = [*(f"{BROKEN}:{what}" for what in ("env", "label")), *{box.image.id for box in boxes}]
     for box in boxes:
         box.remove(force=True)
     for name in names:
@@ -147,6 +150,16 @@ def long_texts(clients: Traffic, after: float = 0) -> set[str]:
     return {answer.text for answer in clients.answers if answer.is_long and answer.began > after}
 
 
+def next_long_texts(clients: Traffic) -> set[str]:
+    """Wait for long answers that begin from now on."""
+    now = time.monotonic()
+    while not (found := long_texts(clients, after=now)):
+        clients.wait_after(now)
+        assert time.monotonic() < now + 120, clients.failures
+        time.sleep(0.1)
+    return found
+
+
 def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(images: Path, site: Site) -> None:
     folder, port = site.folder, site.ports[0]
     golden = images / "golden.yaml"
@@ -156,16 +169,12 @@ def test_a_changed_rule_is_released_and_taken_back_without_a_failed_request(imag
         # The recorded answer is the old rule's: with it as gate, the changed rule may not pass.
         said = ralbuild(images, "release", "up", "oci:two", "--site", folder, "--probes", golden, code=8)
         assert "golden golden-1" in said
+        assert not any(CHANGED in text for text in long_texts(clients))
         assert ralbuild(images, "release", "up", "oci:two", "--site", folder) == "green serves"
-        switched = time.monotonic()
-        clients.wait_after(switched)
+        assert all(CHANGED in text for text in next_long_texts(clients))
         assert ralbuild(images, "release", "rollback", "--site", folder, "--probes", golden) == "blue serves"
-        back = time.monotonic()
-        clients.wait_after(back)
+        assert not any(CHANGED in text for text in next_long_texts(clients))
     assert clients.failures == []
-    (old, new) = sorted(long_texts(clients), key=lambda text: "<b>company</b>" in text)
-    assert "<b>company</b>" in new
-    assert long_texts(clients, after=back) <= {old}
     status = status_of(images, folder)
     assert status["active"] == status["proxy"]["sends_to"] == "blue"
     assert [row["status"] for row in status["colours"]] == ["running", "exited"]
@@ -233,7 +242,7 @@ def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, s
             )
         clients.wait_after(time.monotonic())
     assert clients.failures == []
-    assert not any("<b>company</b>" in text for text in long_texts(clients))
+    assert not any(CHANGED in text for text in long_texts(clients))
 
 
 def test_a_colour_that_is_killed_after_the_switch_is_rolled_back(images: Path, site: Site) -> None:
@@ -251,13 +260,12 @@ def test_a_colour_that_is_killed_after_the_switch_is_rolled_back(images: Path, s
         (new,) = [box for box in containers(folder) if box.labels["io.ralbuild.release.colour"] == "green"]
         new.kill()
         _, said = release.communicate(timeout=120)
-        back = time.monotonic()
         assert release.returncode == 9, said
-        clients.wait_after(back)
+        assert not any(CHANGED in text for text in next_long_texts(clients))
     # At most what was in flight, one request of each client, while the old colour is there to take over.
     assert len(clients.failures) <= 4, clients.failures
-    assert "ended with status" in said
-    assert all("<b>company</b>" not in text for text in long_texts(clients, after=back))
+    # It is seen by its state or by the answers that it owes, whichever is looked at first.
+    assert re.search("ended with status|answers failed", said)
     assert status_of(images, folder)["active"] == "blue"
     assert len(containers(folder)) == 1
 
@@ -293,8 +301,6 @@ def test_in_place_two_switches_and_a_rollback_fail_no_request(images: Path, site
             clients.wait_after(time.monotonic())
             assert len(running(folder)) == 1
         assert ralbuild(images, "release", "rollback", *options) == "green serves"
-        back = time.monotonic()
-        clients.wait_after(back)
+        assert all(CHANGED in text for text in next_long_texts(clients))
     assert clients.failures == []
-    assert all("<b>company</b>" in text for text in long_texts(clients, after=back))
     print(f"{len(clients.answers)} requests, 0 failed, the longest wait was {clients.longest:.1f} s")
