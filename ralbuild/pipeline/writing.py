@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ralbuild.digests import default_cache
 from ralbuild.image.assemble import Image
-from ralbuild.image.base import build_base, ensure_base
 from ralbuild.image.outputs import Output, RegistryOutput
 from ralbuild.image.registry.connect import Registries, RegistryOptions, open_registries
 from ralbuild.image.registry.reference import Reference
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
-from ralbuild.pipeline.request import Target
 from ralbuild.report import Report, byte_counter, format_bytes
+
+if TYPE_CHECKING:
+    from ralbuild.pipeline.request import Target
 
 
 def write_outputs(
@@ -67,6 +69,8 @@ def write_base(
     target: Target, output: Output, tag: str, options: RegistryOptions, report: Report, *, refresh: bool
 ) -> str:
     """Build the embedded base, or take the finished one, and write it; return its manifest digest."""
+    from ralbuild.image.base import build_base, ensure_base  # a push of an image does not wait for it
+
     with report.stage("base") as stage:
         layout = build_base(target, report) if refresh else ensure_base(target, report)
         image = stored_image(layout)
