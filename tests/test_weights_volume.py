@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
+import kubernetes_validate
 import modelpack_schema
 import pytest
 import yaml
@@ -329,7 +330,18 @@ def test_inspect_says_what_must_be_mounted(work: Work) -> None:
 
 
 def test_kubernetes_mounts_the_image_that_the_label_names(work: Work, tmp_path: Path) -> None:
-    words = ["render", "--kubernetes", "--from", "oci:out", "--tag", NAME, "--strategy", "recreate"]
+    words = [
+        "render",
+        "--kubernetes",
+        "--from",
+        "oci:out",
+        "--tag",
+        NAME,
+        "--strategy",
+        "recreate",
+        "--prepull",
+        "2",
+    ]
     image = f"registry.example/team/tiny@{work.digest}"
     done = ralbuild(*words, "--image", image, "--out", tmp_path / "k8s", cwd=work.root)
     assert done.code == 0, done.err
@@ -339,6 +351,10 @@ def test_kubernetes_mounts_the_image_that_the_label_names(work: Work, tmp_path: 
     assert volume["image"]["reference"] == f"registry.example/team/tiny@{digest}"
     (mount,) = [item for item in spec["containers"][0]["volumeMounts"] if item["name"] == "weights"]
     assert mount == {"name": "weights", "mountPath": "/models", "subPath": "models", "readOnly": True}
+    job = yaml.safe_load((tmp_path / "k8s/base/prepull.yaml").read_text())
+    assert job["spec"]["template"]["spec"]["volumes"] == [volume]
+    for document in (yaml.safe_load((tmp_path / "k8s/base/deployment.yaml").read_text()), job):
+        kubernetes_validate.validate(document, "1.37", strict=True)
     other = f"registry.example/team/other@sha256:{'0' * 64}"
     done = ralbuild(
         *words, "--image", image, "--weights-image", other, "--out", tmp_path / "no", cwd=work.root

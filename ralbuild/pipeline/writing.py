@@ -61,7 +61,7 @@ def push_image(
     with open_registries(options) as registries:
         written = write_outputs(image, (RegistryOutput(target),), "", report, registries)
     if image.artifacts:
-        report.note(f"{len(image.artifacts)} signatures or documents pushed with it")
+        report.note(f"{len(image.artifacts)} manifests beside it pushed too: signatures, documents, companions")
     return written
 
 
