@@ -299,14 +299,37 @@ def test_an_encrypted_key_opens_with_its_password(tmp_path: Path) -> None:
         signing.load_private_key(path, b"y")
 
 
-def test_an_archive_alone_cannot_hold_what_lies_beside_an_image(work: Work, tmp_path: Path) -> None:
+def test_a_docker_engine_alone_cannot_hold_what_lies_beside_an_image(work: Work, tmp_path: Path) -> None:
     make_key(tmp_path)
     done = ralbuild(
         "image", "--model", work.root / "model", "--config", work.root / "ral-config.yaml", "--sign", "sign.key",
-        "--output", "archive:a.tar", cwd=tmp_path,
+        "--output", "docker", cwd=tmp_path,
     )  # fmt: skip
     assert (done.code, "add --output oci:DIR" in done.err) == (2, True)
-    assert not (tmp_path / "a.tar").exists()
+
+
+def test_an_archive_holds_what_lies_beside_an_image_and_other_tools_still_read_it(
+    work: Work, tmp_path: Path
+) -> None:
+    archive = tmp_path / "signed.tar"
+    done = ralbuild(
+        "image", "--model", "model", "--base", "oci:base", "--output", f"archive:{archive}", "--tag", "team/tiny:1",
+        "--sign", "sign.key", "--sbom", "--provenance", "--quiet", cwd=work.root,
+    )  # fmt: skip
+    assert (done.code, done.out.strip()) == (0, work.digest), done.err
+    words = ["verify-image", archive, "--tag", "team/tiny:1", "--key", "sign.pub"]
+    checked = ralbuild(*words, "--require", "signature,sbom,provenance", "--quiet", cwd=work.root)
+    assert checked.code == 0, checked.out
+    for store in ("docker-archive", "oci-archive"):
+        command = ["skopeo", "inspect", "--format", "{{.Name}}", f"{store}:{archive}:team/tiny:1"]
+        subprocess.run(command, capture_output=True, check=True)
+    store = ["podman", "--root", tmp_path / "root", "--runroot", tmp_path / "run", "--storage-driver", "vfs"]
+    subprocess.run([*store, "load", "-q", "-i", archive], capture_output=True, check=True)
+    listed = subprocess.run(
+        [*store, "images", "-q", "--no-trunc"], capture_output=True, text=True, check=True
+    )
+    config = json.loads(blob(work.layout, work.digest))["config"]["digest"]
+    assert config in listed.stdout.split()
 
 
 def test_a_stored_image_brings_its_artifacts_along_byte_for_byte(work: Work, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
+import kubernetes_validate
 import modelpack_schema
 import pytest
 import yaml
@@ -125,13 +126,38 @@ def test_weights_in_the_image_are_the_same_blobs_and_leave_nothing_of_the_old_pa
     assert names == {NAME}
 
 
-@pytest.mark.parametrize("output", ["archive:a.tar", "docker"])
+def test_an_archive_holds_the_pair_and_skopeo_and_docker_s_form_read_it(work: Work, tmp_path: Path) -> None:
+    archive = tmp_path / "pair.tar"
+    done = ralbuild(
+        "image", "--model", "model", "--base", "oci:base", "--weights", "volume", "--modelpack", "--tag", NAME,
+        "--output", f"archive:{archive}", "--sign", "sign.key", "--quiet", cwd=work.root,
+    )  # fmt: skip
+    assert (done.code, done.out.strip()) == (0, work.digest), done.err
+    for name, wanted in (
+        (NAME, work.digest),
+        (f"{NAME}-weights", named(work.layout, f"{NAME}-weights")["digest"]),
+    ):
+        copy = [
+            "skopeo",
+            "copy",
+            "--preserve-digests",
+            f"oci-archive:{archive}:{name}",
+            f"dir:{tmp_path / 'd'}",
+        ]
+        subprocess.run(copy, check=True, capture_output=True)
+        assert f"sha256:{hashlib.sha256((tmp_path / 'd/manifest.json').read_bytes()).hexdigest()}" == wanted
+    for store in (f"docker-archive:{archive}:{NAME}", f"docker-archive:{archive}"):
+        subprocess.run(["skopeo", "inspect", store], check=True, capture_output=True)
+    words = ["verify-image", str(archive), "--tag", NAME, "--key", "sign.pub", "--quiet"]
+    assert ralbuild(*words, cwd=work.root).code == 0
+
+
+@pytest.mark.parametrize("output", ["docker"])
 def test_an_output_for_one_image_is_refused(work: Work, output: str) -> None:
     done = ralbuild("image", "--model", "model", "--base", "oci:base", "--weights", "volume", "--output", output,
                     cwd=work.root)  # fmt: skip
     assert done.code == 2
-    assert "a layout or a registry" in done.err
-    assert not (work.root / "a.tar").exists()
+    assert "a layout, an archive or a registry" in done.err
 
 
 def test_an_image_without_a_name_is_found_beside_its_weights(root: Path) -> None:
@@ -304,7 +330,18 @@ def test_inspect_says_what_must_be_mounted(work: Work) -> None:
 
 
 def test_kubernetes_mounts_the_image_that_the_label_names(work: Work, tmp_path: Path) -> None:
-    words = ["render", "--kubernetes", "--from", "oci:out", "--tag", NAME, "--strategy", "recreate"]
+    words = [
+        "render",
+        "--kubernetes",
+        "--from",
+        "oci:out",
+        "--tag",
+        NAME,
+        "--strategy",
+        "recreate",
+        "--prepull",
+        "2",
+    ]
     image = f"registry.example/team/tiny@{work.digest}"
     done = ralbuild(*words, "--image", image, "--out", tmp_path / "k8s", cwd=work.root)
     assert done.code == 0, done.err
@@ -314,6 +351,10 @@ def test_kubernetes_mounts_the_image_that_the_label_names(work: Work, tmp_path: 
     assert volume["image"]["reference"] == f"registry.example/team/tiny@{digest}"
     (mount,) = [item for item in spec["containers"][0]["volumeMounts"] if item["name"] == "weights"]
     assert mount == {"name": "weights", "mountPath": "/models", "subPath": "models", "readOnly": True}
+    job = yaml.safe_load((tmp_path / "k8s/base/prepull.yaml").read_text())
+    assert job["spec"]["template"]["spec"]["volumes"] == [volume]
+    for document in (yaml.safe_load((tmp_path / "k8s/base/deployment.yaml").read_text()), job):
+        kubernetes_validate.validate(document, "1.37", strict=True)
     other = f"registry.example/team/other@sha256:{'0' * 64}"
     done = ralbuild(
         *words, "--image", image, "--weights-image", other, "--out", tmp_path / "no", cwd=work.root

@@ -23,6 +23,7 @@ from ralbuild.contract.tarball import (
     padding,
 )
 from ralbuild.errors import ImageError
+from ralbuild.image.artifacts import Artifact
 from ralbuild.image.assemble import Image, Layer
 from ralbuild.image.blobs import BLOBS, PARTIAL
 from ralbuild.image.disk import Note, check_room, clear_place, host_errors, locked
@@ -78,7 +79,7 @@ def open_archive(
         HostError: when it cannot be written or the disk is too small.
     """
     target = Path(os.path.realpath(target))
-    pieces = tuple(archive_pieces(image, tag))
+    pieces = tuple(archive_pieces(image, tag, image.artifacts))
     needed = sum(digest.size for _, digest in pieces)
     partial = target.with_name(f".{target.name}{PARTIAL}build")
     with contextlib.ExitStack() as stack:
@@ -104,18 +105,28 @@ def _tidy_on_failure(sink: ArchiveSink, partial: Path) -> Iterator[None]:
         raise
 
 
-def archive_pieces(image: Image, tag: str) -> Iterator[Piece]:
-    """Yield the archive as blobs to write one after the other; layers are not read for this."""
+def archive_pieces(image: Image, tag: str, artifacts: Sequence[Artifact] = ()) -> Iterator[Piece]:
+    """Yield the archive as blobs to write one after the other; layers are not read for this.
+
+    Args:
+        image: the image.
+        tag: its name in the archive; may be empty.
+        artifacts: what index.json lists beside it; manifest.json, for `docker load`, has the image alone.
+    """
     folder = str(BLOBS)
+    entries = [index_entry(image.manifest, image.architecture, tag)]
+    entries += [artifact.entry(tag) for artifact in artifacts]
+    small = [image.config, image.manifest]
+    small += [data for artifact in artifacts for data in (*artifact.blobs, artifact.manifest)]
+    blobs = {sha256_hex(data): data for data in small}
     head = b"".join(
         [
             _file("oci-layout", LAYOUT_FILE),
-            _file("index.json", index_json([index_entry(image.manifest, image.architecture, tag)], {})),
+            _file("index.json", index_json(entries, {})),
             _file("manifest.json", _docker_manifest(image, tag)),
             directory_header(str(BLOBS.parent), _MTIME),
             directory_header(folder, _MTIME),
-            _file(f"{folder}/{sha256_hex(image.config)}", image.config),
-            _file(f"{folder}/{sha256_hex(image.manifest)}", image.manifest),
+            *(_file(f"{folder}/{name}", data) for name, data in blobs.items()),
         ]
     )
     offset = 0

@@ -46,12 +46,12 @@ Output = LayoutOutput | ArchiveOutput | DockerOutput | RegistryOutput
 
 
 def check_takes_companions(outputs: Iterable[Output]) -> None:
-    """Raise UsageError for an output that holds one manifest only, when there is more than one to write."""
-    if any(isinstance(output, ArchiveOutput | DockerOutput) for output in outputs):
+    """Raise UsageError for a docker engine, which holds images one by one, when there is more to write."""
+    if any(isinstance(output, DockerOutput) for output in outputs):
         raise UsageError(
-            "weights apart and a ModelPack manifest need a layout or a registry: others hold one image",
+            "weights apart and a ModelPack manifest need a layout, an archive or a registry",
             place="--output",
-            hint="--output oci:DIR, then `skopeo copy oci:DIR:NAME docker-archive:FILE` for each of them",
+            hint="--output oci:DIR, then `skopeo copy oci:DIR:NAME docker-daemon:NAME` for each image",
         )
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ralbuild.digests import default_cache
 from ralbuild.image.assemble import Image
-from ralbuild.image.base import build_base, ensure_base
 from ralbuild.image.outputs import Output, RegistryOutput
 from ralbuild.image.registry.connect import Registries, RegistryOptions, open_registries
 from ralbuild.image.registry.reference import Reference
 from ralbuild.image.stored import stored_image
 from ralbuild.image.write import WrittenImage, write_image
-from ralbuild.pipeline.request import Target
 from ralbuild.report import Report, byte_counter, format_bytes
+
+if TYPE_CHECKING:
+    from ralbuild.pipeline.request import Target
 
 
 def write_outputs(
@@ -59,7 +61,7 @@ def push_image(
     with open_registries(options) as registries:
         written = write_outputs(image, (RegistryOutput(target),), "", report, registries)
     if image.artifacts:
-        report.note(f"{len(image.artifacts)} signatures or documents pushed with it")
+        report.note(f"{len(image.artifacts)} manifests beside it pushed too: signatures, documents, companions")
     return written
 
 
@@ -77,6 +79,8 @@ def write_base(
 
     ``lock`` is used instead of the lock that ships with ralbuild.
     """
+    from ralbuild.image.base import build_base, ensure_base  # a push of an image does not wait for it
+
     with report.stage("base") as stage:
         layout = build_base(target, report, lock) if refresh else ensure_base(target, report, lock)
         image = stored_image(layout)

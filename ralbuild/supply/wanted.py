@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ralbuild.errors import UsageError
-from ralbuild.image.outputs import LayoutOutput, Output, RegistryOutput
+from ralbuild.image.outputs import DockerOutput, Output
 
 if TYPE_CHECKING:
     from ralbuild.signing import PrivateKey
@@ -37,10 +37,9 @@ class Wanted:
 
     def check_outputs(self, outputs: Iterable[Output]) -> None:
         """Raise UsageError when something is wanted and no output has a place for it."""
-        beside = (LayoutOutput, RegistryOutput)
-        if self and not any(isinstance(output, beside) for output in outputs):
+        if self and all(isinstance(output, DockerOutput) for output in outputs):
             raise UsageError(
-                "what is signed and attested lies beside an image: in a layout or a registry",
+                "what is signed and attested lies beside an image, and a docker engine has no place for it",
                 place="--output",
                 hint="add --output oci:DIR",
             )
