@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ralbuild.contract.bundle import Engine
 from ralbuild.runtime.errors import ModelMismatchError
-from ralbuild.runtime.model.cache import BUCKET, capacity_for
+from ralbuild.runtime.model.cache import BUCKET, KvShape, SlotCache, capacity_for
 from ralbuild.runtime.model.decoder import frequencies
 from ralbuild.runtime.model.families import import_family
 from ralbuild.runtime.model.graph import DecodeGraph, Lane, Read
@@ -274,6 +276,20 @@ def test_the_cache_takes_memory_for_texts_not_for_slots(llama: Path, tmp_path: P
     lane = graph.open(graph.patch.open(0, Draw()), [1, 2, 3])
     graph.advance([Read(lane, [1, 2, 3])], [])
     assert graph.cache.held_bytes() == BUCKET * graph.shape.position_bytes
+
+
+def test_a_prompt_s_own_memory_is_free_once_it_has_joined_without_a_collector() -> None:
+    cache = SlotCache(KvShape(1, 1, 4, torch.float32), 64)
+    seat = cache.stage(10)
+    memory = weakref.ref(seat.pool.layers[0])
+    gc.disable()
+    try:
+        joined = cache.join(seat)
+        assert memory() is None
+    finally:
+        gc.enable()
+    cache.leave(joined)
+    assert cache.held_bytes() == 0
 
 
 def test_capacities_are_buckets_and_never_less_than_needed() -> None:

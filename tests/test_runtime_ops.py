@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -23,7 +24,11 @@ from runtime_fixtures import Image, Runtime, make_image, make_model, running
 
 from ralbuild.contract import places
 from ralbuild.contract.bundle import Engine
+from ralbuild.runtime import supervisor
+from ralbuild.runtime.exposition import ServerMetrics
 from ralbuild.runtime.keys import KeyFile
+from ralbuild.runtime.lifecycle import Lifecycle
+from ralbuild.runtime.wire import pack
 
 CHAT: dict[str, Any] = {
     "model": "tiny",
@@ -128,6 +133,62 @@ def test_a_killed_worker_ends_streams_with_an_error_and_the_next_request_is_serv
     after = samples(runtime)
     assert after["ralbuild_worker_restarts_total"] == before["ralbuild_worker_restarts_total"] + 1
     assert after["ralbuild_prompt_tokens_total"] > before["ralbuild_prompt_tokens_total"]
+
+
+class DyingWorker:
+    """A worker that is killed at once, ``served`` or while it still loads."""
+
+    started = 0
+
+    def __init__(self, *, served: bool = False) -> None:
+        DyingWorker.started += 1
+        self.pid = 0
+        self.connection, theirs = socket.socketpair()
+        with theirs:
+            if served:
+                theirs.sendall(pack({"say": "ready", "info": {"model": "m"}, "idle_unload": 0}))
+
+    def resident(self) -> dict[str, int]:
+        return {}
+
+    def wait(self, _seconds: float) -> int:
+        return -signal.SIGKILL
+
+    def end(self) -> int:
+        return self.wait(0)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_worker_that_dies_again_and_again_ends_the_service_after_bounded_waits(
+    served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    pause = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        waits.append(seconds)
+        await pause(0)
+
+    def make() -> Any:
+        return DyingWorker(served=served)
+
+    monkeypatch.setattr(supervisor, "WorkerProcess", make)
+    monkeypatch.setattr(DyingWorker, "started", 0)
+
+    async def run() -> None:
+        keeper = supervisor.Supervisor(make(), lifecycle, ServerMetrics(), None)
+        monkeypatch.setattr(asyncio, "sleep", note)
+        keeper.begin()
+        while lifecycle.failure is None:
+            await pause(0.01)
+        keeper.close()
+
+    lifecycle = Lifecycle()
+    asyncio.run(run())
+    assert lifecycle.failure is not None
+    assert lifecycle.failure.exit_code == 86
+    assert waits == [0, 1, 2, 5, 10]
+    assert DyingWorker.started == 6
 
 
 def test_unloaded_memory_is_back_at_the_baseline_and_a_request_wakes_the_model(runtime: Runtime) -> None:

@@ -61,7 +61,7 @@ def push_image(
     with open_registries(options) as registries:
         written = write_outputs(image, (RegistryOutput(target),), "", report, registries)
     if image.artifacts:
-        report.note(f"{len(image.artifacts)} manifests beside it pushed too: signatures, documents, companions")
+        report.note(f"{len(image.artifacts)} manifests beside it pushed: signatures, documents, companions")
     return written
 
 

@@ -117,6 +117,7 @@ class Desk:
                     job.open -= 1
                     if not job.open:
                         self._jobs.pop(job.number, None)
+                        job.generations.clear()  # they know this job: no work for the collector
                 said = pack_piece(piece)
                 self._say({"say": "piece", "job": job.number, "choice": choice, "piece": said})
 

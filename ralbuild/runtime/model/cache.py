@@ -118,7 +118,9 @@ class SlotCache:
 
     def join(self, staged: Seat) -> Seat:
         """Move a staged seat into the batch and return its seat there."""
-        return self._move(staged, staged.pool.capacity)
+        moved = self._move(staged, staged.pool.capacity)
+        self.leave(staged)  # seat and pool know each other: their memory would wait for the collector
+        return moved
 
     def make_room(self, seat: Seat) -> Seat:
         """Return ``seat``, or its successor with more capacity when it is full."""
