@@ -13,6 +13,7 @@ from ralbuild import __version__
 from ralbuild.cache import Cache
 from ralbuild.checking import LAYER_MTIME, Checks, verify_model
 from ralbuild.compile.aot import compile_kernels
+from ralbuild.compile.interpreted import with_sources
 from ralbuild.compile.lint import lint_kernel
 from ralbuild.compile.order import UserStep, step_order
 from ralbuild.compile.spec import KernelSpec, builtin_specs
@@ -29,7 +30,7 @@ from ralbuild.files import write_atomically
 from ralbuild.fold.folding import Folded, fold
 from ralbuild.fold.plan_text import overlap_lines, plan_text
 from ralbuild.image.assemble import Image, assemble_image
-from ralbuild.image.base import build_base, ensure_base
+from ralbuild.image.base import build_base, ensure_base, interpreter_layer
 from ralbuild.image.bases import BaseSource, LayoutBase, open_base
 from ralbuild.image.context import write_context
 from ralbuild.image.outputs import Output, RegistryOutput
@@ -232,6 +233,8 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
         _lint(users, report, strict=request.checks.strict)
         specs = (*builtin_specs(), *(step.spec for step in users))
         kernels = _with_data(_compile(request, specs, archs, cache, report), users, cache)
+        if request.target == "cpu":
+            kernels = with_sources(kernels, users, cache.add)
         stage.summary = _kernel_summary(kernels)
     steps = step_order(users, loaded.declarative_priorities)
     bundle = _link(loaded, model, folded, engine, kernels, steps, request.target, cache)
@@ -323,6 +326,8 @@ def assemble(
         base = open_base(source, registries)
         size = sum(layer.size for layer in base.layers)
         stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
+        interpreted = any(kernel.source is not None for kernel in compiled.bundle.kernels)
+        interpreter = interpreter_layer(report) if interpreted else None
     parts = ImageParts(
         model=compiled.model,
         bundle=compiled.bundle,
@@ -334,6 +339,7 @@ def assemble(
         mtime=LAYER_MTIME,
         license=spdx_name(read_license(request.model)),
         simulated=proof,
+        interpreter=interpreter,
     )
     plan = plan_image(base, parts)
     return plan, assemble_image(plan)
@@ -383,12 +389,13 @@ def _refuse_target(target: Target) -> None:
 
 
 def _refuse_user_kernels(loaded: LoadedConfig, target: Target) -> None:
-    if target == "cpu" and loaded.kernels:
+    if target == "cpu" and loaded.kernels and loaded.config.runtime.cpu_user_kernels is None:
         kernel = loaded.kernels[0]
         raise ConfigError(
             f"{kernel.name!r} is a user kernel, and a CPU image has no GPU to run it on",
             place=kernel.place,
-            hint="`ralbuild compile --target cuda` compiles it; a CPU image must do without",
+            hint="`runtime: {cpu_user_kernels: interpret}` puts Triton into the image and runs it, slowly; "
+            "`ralbuild compile --target cuda` compiles it",
         )
 
 

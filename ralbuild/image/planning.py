@@ -63,6 +63,7 @@ class ImageParts:
         mtime: of every entry, the same that the weights were scanned with.
         license: of the model, as an SPDX id where there is one; may be empty.
         simulated: how the kernels were run before; empty when they were not.
+        interpreter: the layer that runs user kernels on the CPU; None for an image without.
     """
 
     model: ScannedModel
@@ -75,6 +76,7 @@ class ImageParts:
     mtime: int
     license: str = ""
     simulated: str = ""
+    interpreter: LayerPlan | None = None
 
 
 def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
@@ -85,7 +87,8 @@ def plan_image(base: BaseImage, parts: ImageParts) -> ImagePlan:
     """
     check_base(base, parts.bundle.target)
     weights = _weight_layers(parts.model.shards)
-    layers = (*weights, _model_layer(parts), _launcher_layer(), _rules_layer(parts))
+    interpreter = (parts.interpreter,) if parts.interpreter is not None else ()
+    layers = (*interpreter, *weights, _model_layer(parts), _launcher_layer(), _rules_layer(parts))
     config = run_config(parts.bundle_sha256, image_labels(parts))
     annotations = {"org.opencontainers.image.title": parts.bundle.model}
     return ImagePlan(base, layers, config, parts.created, parts.mtime, annotations)
@@ -155,6 +158,8 @@ def image_labels(parts: ImageParts) -> dict[str, str]:
             "io.ralbuild.cuda.driver": pins.cuda.driver_floor,
             "io.ralbuild.cuda.ptx": ".".join(map(str, pins.cubin.ptx_max)),
         }
+    if parts.interpreter is not None:
+        labels["io.ralbuild.cpu_user_kernels"] = f"interpreted by {parts.interpreter.name}"
     if parts.simulated:
         labels["io.ralbuild.simulated"] = parts.simulated
     return labels
