@@ -184,12 +184,16 @@ def check_base(base: BaseImage, target: str) -> None:
     made_for = labels.get(f"{BASE_LABELS}target")
     if made_for != target:
         raise ImageError(f"is a base for {made_for!r}; the image is for {target!r}", place=place)
-    missing = [name for name in _BASE_FACTS if not labels.get(f"{BASE_LABELS}{name}")]
+    facts = (*_BASE_FACTS, "cuda") if target == "cuda" else _BASE_FACTS
+    missing = [name for name in facts if not labels.get(f"{BASE_LABELS}{name}")]
     if missing:
         raise ImageError(f"does not say its {', '.join(missing)}: needs labels {BASE_LABELS}*", place=place)
     python = labels[f"{BASE_LABELS}python"]
     if not python.startswith(_PYTHON):
         raise ImageError(f"has Python {python}, the launcher needs {_PYTHON}x", place=place)
+    cuda, wanted = labels.get(f"{BASE_LABELS}cuda", ""), load_pins().cuda.version
+    if target == "cuda" and cuda.split(".")[:2] != wanted.split(".")[:2]:
+        raise ImageError(f"has CUDA {cuda}, kernels are compiled for {wanted}", place=place)
 
 
 def _model_layer(parts: ImageParts) -> LayerPlan:
