@@ -17,12 +17,23 @@ from ralbuild.cli.main import main
 from ralbuild.contract.bundle import read_bundle
 from ralbuild.image.base import interpreter
 from ralbuild.image.base.lockfile import Lock, LockedWheel, load_lock
+from ralbuild.image.facts import stored_facts
 from ralbuild.image.plan import FileEntry, LayerPlan
+from ralbuild.image.reader import open_image
 from ralbuild.pins import load_pins
 
 KERNEL = "postprocessing: {output_transformers: [{name: upper}]}\n"
 INTERPRET = "runtime: {cpu_user_kernels: interpret}\n"
-LAYER = LayerPlan("triton-3.7.1", "small", (FileEntry("opt/ral/packages/triton/x.py", b"x"),), ("opt",))
+LIST = {"name": "triton", "version": "3.7.1", "file": "triton-3.7.1.whl", "sha256": ["a" * 64]}
+LAYER = LayerPlan(
+    "triton-3.7.1",
+    "small",
+    (
+        FileEntry("opt/ral/packages/triton/x.py", b"x"),
+        FileEntry("opt/ral/packages/interpreter.json", json.dumps({"debian": [], "wheels": [LIST]}).encode()),
+    ),
+    ("opt",),
+)
 
 
 @pytest.fixture
@@ -78,6 +89,8 @@ def test_with_it_the_source_ships_and_labels_and_inspect_say_so(
     assert main(["inspect", "oci:ral-image", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["labels"]["io.ralbuild.cpu_user_kernels"] == "interpreted by triton-3.7.1"
+    with open_image(work / "ral-image") as stored:
+        assert [package.name for package in stored_facts(stored).packages] == ["triton"]
     assert main(["inspect", "oci:ral-image"]) == 0
     assert "upper interpreted on the CPU from source, by Triton in the image" in " ".join(
         capsys.readouterr().out.split()
@@ -145,7 +158,7 @@ def test_the_layer_holds_the_interpreter_and_no_compiler(
     layers = [interpreter.interpreter_layer(Quiet()) for _ in range(2)]  # type: ignore[arg-type]
     for layer in layers:
         paths = {entry.path.removeprefix("opt/ral/packages/") for entry in layer.entries}
-        assert set(kept) <= paths
+        assert {*kept, "interpreter.json"} <= paths
         assert not set(left) & paths
     assert layers[0].name == "triton-3.7.1"
     assert asked == ["3.7.1"]  # the second time it was there

@@ -10,13 +10,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ralbuild.contract.places import PACKAGES_DIR
+from ralbuild.contract.codec import canonical_json, to_plain
+from ralbuild.contract.places import INTERPRETER_MANIFEST, PACKAGES_DIR
 from ralbuild.digests import make_cache_folder
 from ralbuild.image.base.elf import strip_symbols
 from ralbuild.image.base.fetch import fetch_wheels
 from ralbuild.image.base.files import cache_dir, exclusive
 from ralbuild.image.base.layers import tree_entries
-from ralbuild.image.base.lockfile import load_lock
+from ralbuild.image.base.lockfile import Lock, load_lock
 from ralbuild.image.base.prune import keeps
 from ralbuild.image.base.recipe import RECIPE
 from ralbuild.image.base.report import Report
@@ -51,5 +52,15 @@ def interpreter_layer(report: Report) -> LayerPlan:
             report.step("unpacking Triton")
             work = Path(tempfile.mkdtemp(prefix=".work-", dir=folder))
             unpack_wheel(wheel, work / _PACKAGES, keeps("triton"), strip_symbols)
+            (work / INTERPRETER_MANIFEST.strip("/")).write_bytes(_manifest(wheel, lock))
             work.rename(tree)
     return LayerPlan(name, "small", tuple(tree_entries(tree)), (_PACKAGES.partition("/")[0],))
+
+
+def _manifest(wheel: Path, lock: Lock) -> bytes:
+    """Return the list of what was added, in the form of a base's list."""
+    rows = [
+        {"name": item.name, "version": item.version, "file": wheel.name, "sha256": item.sha256}
+        for item in lock.wheels
+    ]
+    return canonical_json(to_plain({"debian": [], "wheels": rows}))
