@@ -59,7 +59,8 @@ def measure(checked: list[Checked], batch: int, steps: int) -> dict[str, Any]:
     graphs: list[DecodeGraph] = []
     patches: list[TimedPatch] = []
     for item in checked:
-        patch = TimedPatch(link_patch(item.bundle, item.manifest, read_tables(item.bundle, item.objects)))
+        tables = read_tables(item.bundle, item.objects)
+        patch = TimedPatch(link_patch(item.bundle, item.manifest, tables, item.objects))
         graph = DecodeGraph(model, patch, first.bundle.engine.max_seq_len)
         patches.append(patch)
         graphs.append(graph)

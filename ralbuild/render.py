@@ -30,7 +30,10 @@ class RenderedFile:
 
 @dataclass(frozen=True, slots=True)
 class DockerfileFacts:
-    """What the Dockerfile says: base by digest, labels and environment in order, model file names."""
+    """What the Dockerfile says: base by digest, labels and environment in order, model file names.
+
+    ``packages`` says that the image adds Python packages to its base's.
+    """
 
     version: str
     base: str
@@ -43,6 +46,7 @@ class DockerfileFacts:
     entrypoint: str
     user: str
     port: int
+    packages: bool = False
 
 
 class _Safe(str):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from base_sources import FACTS
+from cli_support import write_fake_base
 from wheel_factory import make_wheel
 
 from ralbuild.contract.places import PACKAGES_DIR
@@ -15,6 +16,8 @@ from ralbuild.image.base.lockfile import load_lock
 from ralbuild.image.base.prune import keeps
 from ralbuild.image.base.tree import _check_cuda
 from ralbuild.image.base.wheel import unpack_wheel
+from ralbuild.image.planning import check_base
+from ralbuild.image.reader import read_base
 from ralbuild.pins import load_pins
 
 LIBRARIES = {
@@ -80,3 +83,20 @@ def test_another_runtime_or_a_working_compiler_is_refused(runtime: int, nvrtc: i
     with pytest.raises(ImageError, match=said):
         _check_cuda("12.2.2", runtime, nvrtc)
     _check_cuda("12.2.2", 12020, 7)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ({}, "does not say its cuda"),
+        ({"io.ralbuild.base.cuda": "12.4.1"}, "has CUDA 12.4.1, kernels are compiled for 12.2.2"),
+        ({"io.ralbuild.base.cuda": "12.20.0"}, "has CUDA 12.20.0"),
+    ],
+)
+def test_a_base_of_another_cuda_is_refused(labels: dict[str, str], said: str, tmp_path: Path) -> None:
+    target = {"io.ralbuild.base.target": "cuda"}
+    write_fake_base(tmp_path / "other", **target, **labels)
+    with pytest.raises(ImageError, match=said):
+        check_base(read_base(tmp_path / "other"), "cuda")
+    write_fake_base(tmp_path / "good", **target, **{"io.ralbuild.base.cuda": "12.2.2"})
+    check_base(read_base(tmp_path / "good"), "cuda")

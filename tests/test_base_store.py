@@ -15,9 +15,9 @@ from base_sources import Quiet
 
 from ralbuild.errors import HostError, UsageError
 from ralbuild.image.base import build_base, ensure_base
-from ralbuild.image.base.build import ROOM
 from ralbuild.image.base.lockfile import Lock, LockedWheel
 from ralbuild.image.base.store import BaseStore
+from ralbuild.image.base.targets import TARGETS
 from ralbuild.image.reader import read_base
 
 HERE = Path(__file__).parent
@@ -117,7 +117,7 @@ def test_a_full_disk_is_an_error_with_the_bytes_needed(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert "HostError" in done.stderr
-    assert f"the disk is too full: {ROOM} bytes are needed" in done.stderr
+    assert f"the disk is too full: {TARGETS['cpu'].room} bytes are needed" in done.stderr
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

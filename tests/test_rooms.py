@@ -33,6 +33,7 @@ DOORS = {
         "kernels/sample.py",
         "kernels/penalize.py",
         "kernels/feedback.py",
+        "runtime/interpreted.py",
     },
     "tokenizers": {"weights/tokenizer_worker.py", "weights/tokenizer.py", "runtime/tokens.py"},
     "cryptography": {"signing.py"},

@@ -69,7 +69,8 @@ def open_graph(image: Image, code: str = "ours") -> DecodeGraph:
     plain = json.loads(checked.files["config.json"])
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[checked.bundle.engine.dtype]
     loaded = load(plain, read_weights(checked.weights), code, dtype)
-    patch = link_patch(checked.bundle, checked.manifest, read_tables(checked.bundle, checked.objects))
+    tables = read_tables(checked.bundle, checked.objects)
+    patch = link_patch(checked.bundle, checked.manifest, tables, checked.objects)
     return DecodeGraph(loaded, patch, checked.bundle.engine.max_seq_len)
 
 

@@ -566,7 +566,10 @@ class Runtime(Model):
         "process gets it, so this would only add something on a GPU."
     )
     engine: NotYet[str] = not_yet("Another engine than the built-in one.")
-    cpu_user_kernels: NotYet[str] = not_yet("Run user kernels on the CPU target.")
+    cpu_user_kernels: Literal["interpret"] | None = Field(
+        default=None,
+        description="`interpret`: a CPU image holds Triton, whose interpreter runs user kernels, slowly.",
+    )
 
 
 class Config(Model):

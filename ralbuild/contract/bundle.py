@@ -78,6 +78,7 @@ class Kernel:
         params: in launch order.
         objects: one per architecture, sorted.
         data: table file of what the kernel's own config gives it, by buffer name; None without any.
+        source: the source itself, where Triton's interpreter runs it; None where only objects ship.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Kernel:
     params: tuple[Param, ...]
     objects: tuple[KernelObject, ...]
     data: ObjectRef | None = None
+    source: ObjectRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +315,7 @@ def object_refs(bundle: Bundle) -> tuple[ObjectRef, ...]:
     """Return every object that the bundle names, each once, sorted by digest."""
     refs = {bundle.manifest, bundle.route_table, bundle.transducer, bundle.bans, bundle.vocab}
     for kernel in bundle.kernels:
-        if kernel.data is not None:
-            refs.add(kernel.data)
+        refs |= {ref for ref in (kernel.data, kernel.source) if ref is not None}
         for item in kernel.objects:
             refs |= {item.cubin, item.ptx}
     return tuple(sorted(refs, key=lambda ref: ref.sha256))

@@ -13,6 +13,8 @@ CONFIG_FILE = "/opt/ral/bundle/ral-config.yaml"
 """The config as written, for people; the launcher checks its digest and reads nothing from it."""
 ENTRYPOINT = "/opt/ral/entrypoint.sh"
 BASE_MANIFEST = "/opt/ral/base.json"
+INTERPRETER_MANIFEST = "/opt/ral/packages/interpreter.json"
+"""What an image adds to its base's packages to interpret user kernels, in the same form."""
 PYTHON = "/usr/bin/python3.11"
 USER_ID = 65532
 PORT = 8000

@@ -95,6 +95,8 @@ def _kernel_lines(kernel: Kernel) -> list[str]:
     hidden = sum(param.hidden for param in kernel.params)
     head = f"  {kernel.name} ({origin}), entry {kernel.entry}, {kernel.num_warps} warps, "
     lines = [f"{head}{len(kernel.params) - hidden} + {hidden} parameters"]
+    if kernel.source is not None:
+        lines.append("    interpreted on the CPU from its source, by Triton in the image: slow")
     for item in kernel.objects:
         sizes = f"{item.registers} registers, {item.spill_bytes} B spilled, {item.shared_bytes} B shared"
         lines.append(

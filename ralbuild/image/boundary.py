@@ -40,6 +40,9 @@ def _compiled(facts: ImageFacts) -> list[Decision]:
     kernels = (
         f"{len(bundle.kernels)}, {users} of them the user's, for {', '.join(archs)}" if archs else "none"
     )
+    interpreted = [kernel.name for kernel in bundle.kernels if kernel.source is not None]
+    if interpreted:
+        kernels += f"; {', '.join(interpreted)} interpreted on the CPU from source, by Triton in the image"
     engine = bundle.engine
     weights = f"{model.parameters} parameters in {_count(len(model.weights), 'file')} by sha256"
     if WEIGHTS_LABEL in facts.labels:

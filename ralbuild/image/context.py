@@ -12,12 +12,13 @@ from errno import EEXIST, ENOTDIR, ENOTEMPTY, EXDEV
 from pathlib import Path
 
 from ralbuild import __version__
-from ralbuild.contract.places import ENTRYPOINT, MODEL_DIR, PORT, RAL_DIR
+from ralbuild.contract.places import ENTRYPOINT, MODEL_DIR, PACKAGES_DIR, PORT, RAL_DIR
 from ralbuild.errors import HostError, ImageError, UsageError
 from ralbuild.image.disk import can_lock
 from ralbuild.image.plan import FileEntry, HostFile, ImagePlan
 from ralbuild.render import DockerfileFacts, render_dockerfile
 
+_PACKAGES = PACKAGES_DIR.strip("/")
 EMBEDDED_BASE = "ralbuild/base"
 """How a Dockerfile calls a base that has no name of its own; its digest is what counts."""
 
@@ -132,4 +133,5 @@ def _facts(plan: ImagePlan, files: list[FileEntry]) -> DockerfileFacts:
         entrypoint=ENTRYPOINT,
         user=plan.config.user,
         port=PORT,
+        packages=any(entry.path.startswith(f"{_PACKAGES}/") for entry in files),
     )

@@ -10,7 +10,7 @@ from typing import Any
 from ralbuild.contract.bundle import Bundle, read_bundle
 from ralbuild.contract.codec import FormatError, from_plain, parse_json, sha256_hex
 from ralbuild.contract.manifest import ModelManifest
-from ralbuild.contract.places import BASE_MANIFEST, BUNDLE_FILE, OBJECTS_DIR
+from ralbuild.contract.places import BASE_MANIFEST, BUNDLE_FILE, INTERPRETER_MANIFEST, OBJECTS_DIR
 from ralbuild.errors import ImageError
 from ralbuild.image.oci import BASE_DIGEST, LICENSE_LABEL, digest_of
 from ralbuild.image.reader import StoredImage
@@ -46,7 +46,8 @@ class ImageFacts:
         created: RFC 3339, as its config says.
         bundle, bundle_sha256: what is compiled into it.
         model: what verify found in the model folder.
-        packages: of the base, Debian's first, each kind sorted by name; empty when the base does not say.
+        packages: of the base and of an interpreter of user kernels, Debian's first, each kind sorted by
+            name; empty when the base does not say.
         base_json_sha256: digest of the base's list of packages; empty when there is none.
     """
 
@@ -105,6 +106,9 @@ def read_facts(
             raise ImageError(f"{name} is not what the bundle names", place=place)
         model = from_plain(ModelManifest, parse_json(model_json, "model manifest"), "model manifest")
         packages = base_packages(base_json) if base_json else ()
+        if any(kernel.source is not None for kernel in bundle.kernels):
+            more = base_packages(_needed(read_file, INTERPRETER_MANIFEST, place))
+            packages = tuple(sorted((*packages, *more), key=lambda item: (item.kind, item.name)))
     except FormatError as error:
         raise ImageError(str(error), place=place) from None
     return ImageFacts(

@@ -66,6 +66,7 @@ class ImageParts:
         mtime: of every entry, the same that the weights were scanned with.
         license: of the model, as an SPDX id where there is one; may be empty.
         simulated: how the kernels were run before; empty when they were not.
+        interpreter: the layer that runs user kernels on the CPU; None for an image without.
     """
 
     model: ScannedModel
@@ -78,6 +79,7 @@ class ImageParts:
     mtime: int
     license: str = ""
     simulated: str = ""
+    interpreter: LayerPlan | None = None
 
 
 def plan_image(
@@ -96,8 +98,9 @@ def plan_image(
     """
     check_base(base, parts.bundle.target)
     model = (*_weight_layers(parts.model.shards), _model_layer(parts))
+    interpreter = (parts.interpreter,) if parts.interpreter is not None else ()
     ours = (_launcher_layer(), *_bundle_layers(parts))
-    layers = (_mount_point(), *ours) if volume else (*model, *ours)
+    layers = (*interpreter, _mount_point(), *ours) if volume else (*interpreter, *model, *ours)
     config = run_config(parts.bundle_sha256, image_labels(parts))
     annotations = {"org.opencontainers.image.title": parts.bundle.model}
     weights = _weights_plan(weights_base, model, parts) if volume else None
@@ -174,6 +177,8 @@ def image_labels(parts: ImageParts) -> dict[str, str]:
             "io.ralbuild.cuda.driver": pins.cuda.driver_floor,
             "io.ralbuild.cuda.ptx": ".".join(map(str, pins.cubin.ptx_max)),
         }
+    if parts.interpreter is not None:
+        labels["io.ralbuild.cpu_user_kernels"] = f"interpreted by {parts.interpreter.name}"
     if parts.simulated:
         labels["io.ralbuild.simulated"] = parts.simulated
     return labels
@@ -209,12 +214,16 @@ def check_base(base: BaseImage, target: str) -> None:
     made_for = labels.get(f"{BASE_LABELS}target")
     if made_for != target:
         raise ImageError(f"is a base for {made_for!r}; the image is for {target!r}", place=place)
-    missing = [name for name in _BASE_FACTS if not labels.get(f"{BASE_LABELS}{name}")]
+    facts = (*_BASE_FACTS, "cuda") if target == "cuda" else _BASE_FACTS
+    missing = [name for name in facts if not labels.get(f"{BASE_LABELS}{name}")]
     if missing:
         raise ImageError(f"does not say its {', '.join(missing)}: needs labels {BASE_LABELS}*", place=place)
     python = labels[f"{BASE_LABELS}python"]
     if not python.startswith(_PYTHON):
         raise ImageError(f"has Python {python}, the launcher needs {_PYTHON}x", place=place)
+    cuda, wanted = labels.get(f"{BASE_LABELS}cuda", ""), load_pins().cuda.version
+    if target == "cuda" and cuda.split(".")[:2] != wanted.split(".")[:2]:
+        raise ImageError(f"has CUDA {cuda}, kernels are compiled for {wanted}", place=place)
 
 
 def _model_layer(parts: ImageParts) -> LayerPlan:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ralbuild.checking import LAYER_MTIME
 from ralbuild.errors import UsageError
 from ralbuild.image.assemble import Image, assemble_image
-from ralbuild.image.base import ensure_base
+from ralbuild.image.base import ensure_base, interpreter_layer
 from ralbuild.image.bases import LayoutBase, open_base
 from ralbuild.image.modelpack import modelpack
 from ralbuild.image.outputs import Output, RegistryOutput, check_takes_companions
@@ -110,6 +110,8 @@ def assemble(
         base = open_base(source, registries)
         size = sum(layer.size for layer in base.layers)
         stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
+        interpreted = any(kernel.source is not None for kernel in compiled.bundle.kernels)
+        interpreter = interpreter_layer(report) if interpreted else None
     parts = ImageParts(
         model=compiled.model,
         bundle=compiled.bundle,
@@ -121,6 +123,7 @@ def assemble(
         mtime=LAYER_MTIME,
         license=spdx_name(read_license(request.model)),
         simulated=proof,
+        interpreter=interpreter,
     )
     below = open_base(request.weights_base, registries) if request.weights_base is not None else None
     plan = plan_image(base, parts, volume=request.volume, weights_base=below)

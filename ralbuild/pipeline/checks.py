@@ -72,10 +72,11 @@ def refuse_target(target: Target) -> None:
 
 def refuse_user_kernels(loaded: LoadedConfig, target: Target) -> None:
     """Raise ConfigError for a user kernel in an image that has no GPU."""
-    if target == "cpu" and loaded.kernels:
+    if target == "cpu" and loaded.kernels and loaded.config.runtime.cpu_user_kernels is None:
         kernel = loaded.kernels[0]
         raise ConfigError(
             f"{kernel.name!r} is a user kernel, and a CPU image has no GPU to run it on",
             place=kernel.place,
-            hint="`ralbuild compile --target cuda` compiles it; a CPU image must do without",
+            hint="`runtime: {cpu_user_kernels: interpret}` puts Triton into the image and runs it, slowly; "
+            "`ralbuild compile --target cuda` compiles it",
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from ralbuild import __version__
 from ralbuild.cache import Cache
 from ralbuild.checking import LAYER_MTIME, verify_model
+from ralbuild.compile.interpreted import with_sources
 from ralbuild.compile.order import step_order
 from ralbuild.compile.spec import builtin_specs
 from ralbuild.config.load import LoadedConfig, load_config
@@ -68,6 +69,8 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
         lint(users, report, strict=request.checks.strict)
         specs = (*builtin_specs(), *(step.spec for step in users))
         kernels = with_data(compile_specs(request, specs, archs, cache, report), users, cache)
+        if request.target == "cpu":
+            kernels = with_sources(kernels, users, cache.add)
         stage.summary = kernel_summary(kernels)
     steps = step_order(users, loaded.declarative_priorities)
     bundle = _link(loaded, model, folded, engine, kernels, steps, request.target, cache)

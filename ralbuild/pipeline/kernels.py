@@ -104,9 +104,11 @@ def with_data(
 
 def kernel_summary(kernels: tuple[contract.Kernel, ...]) -> str:
     """Return one line on what was compiled."""
-    if not kernels:
-        return "no GPU architecture asked for, no kernel compiled"
     archs = sorted({item.arch for kernel in kernels for item in kernel.objects})
+    interpreted = [kernel.name for kernel in kernels if kernel.source is not None]
+    if not archs:
+        rest = f"; interpreted on the CPU: {', '.join(interpreted)}" if interpreted else ""
+        return f"no GPU architecture asked for, no kernel compiled{rest}"
     size = sum(item.cubin.size + item.ptx.size for kernel in kernels for item in kernel.objects)
     return (
         f"{len(kernels)} kernels for {', '.join(archs)}, {len(kernels)} launches a step, {format_bytes(size)}"

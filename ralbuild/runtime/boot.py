@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,9 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
         "checked", bundle=f"sha256:{checked.digest}", model=bundle.model, weights=how, hashed=len(hashes)
     )
     later = open_runtime_rules(settings, metrics)
+    if any(kernel.source is not None for kernel in bundle.kernels):
+        # Triton reads it when its own functions are defined, and torch's import may bring it in.
+        os.environ["TRITON_INTERPRET"] = "1"
     lifecycle.enter("import")
     with ThreadPoolExecutor(3) as pool:
         text = pool.submit(_load_text, checked)
@@ -94,6 +98,7 @@ def self_test(graph: DecodeGraph, checked: Checked) -> None:
     Raises:
         SelfTestError: when bytes differ from what the oracle gave at build time, or decoding does not work.
     """
+    from ralbuild.runtime.interpreted import UserKernelError
     from ralbuild.runtime.model.graph import Read
     from ralbuild.runtime.sampler import Draw
 
@@ -104,9 +109,12 @@ def self_test(graph: DecodeGraph, checked: Checked) -> None:
             raise SelfTestError(message, place=f"bundle.json: self_tests[{number}]")
     canned = next((test.tokens for test in checked.bundle.self_tests if test.tokens), (0,))
     lane = graph.open(graph.patch.open(0, Draw()), canned)
-    graph.advance([Read(lane, canned)], [])
-    for _ in range(_CANNED_STEPS):
-        graph.advance([], [lane])
+    try:
+        graph.advance([Read(lane, canned)], [])
+        for _ in range(_CANNED_STEPS):
+            graph.advance([], [lane])
+    except UserKernelError as error:
+        raise SelfTestError(str(error), place="canned prompt") from error
     graph.close(lane)
     if lane.slot.exhausted or lane.slot.step != 1 + _CANNED_STEPS:
         raise SelfTestError("the model gives no usable logits", place="canned prompt")
@@ -118,7 +126,7 @@ def _load_text(checked: Checked) -> _TextParts:
     from ralbuild.runtime.tokens import Tokenizer
 
     tables = read_tables(checked.bundle, checked.objects)
-    patch = link_patch(checked.bundle, checked.manifest, tables)
+    patch = link_patch(checked.bundle, checked.manifest, tables, checked.objects)
     if "tokenizer.json" not in checked.files:
         raise ModelMismatchError("is missing", place="tokenizer.json")
     source = find_template(checked.files)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,7 +153,7 @@ def _check_bundle(settings: Settings) -> tuple[Bundle, str]:
 
 
 def _check_objects(folder: Path, bundle: Bundle) -> dict[str, bytes]:
-    needed = {ref.sha256 for ref in _tables(bundle)}
+    needed = {ref.sha256 for ref in _used(bundle)}
     kept: dict[str, bytes] = {}
     for ref in object_refs(bundle):
         data = _check_object(folder, ref)
@@ -162,8 +162,12 @@ def _check_objects(folder: Path, bundle: Bundle) -> dict[str, bytes]:
     return kept
 
 
-def _tables(bundle: Bundle) -> tuple[ObjectRef, ...]:
-    return (bundle.manifest, bundle.route_table, bundle.transducer, bundle.bans, bundle.vocab)
+def _used(bundle: Bundle) -> Iterator[ObjectRef]:
+    """Yield the tables, and the source and data of each kernel that is interpreted."""
+    yield from (bundle.manifest, bundle.route_table, bundle.transducer, bundle.bans, bundle.vocab)
+    for kernel in bundle.kernels:
+        if kernel.source is not None:
+            yield from (ref for ref in (kernel.source, kernel.data) if ref is not None)
 
 
 def _check_object(folder: Path, ref: ObjectRef) -> bytes:

@@ -6,7 +6,7 @@ must give the same tokens and bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from ralbuild.contract.routes import RouteTable, read_routes
 from ralbuild.contract.transducer import Slot, Transducer, read_transducer
 from ralbuild.contract.vocab import TokenBytes, read_vocab
 from ralbuild.runtime.errors import BundleCorruptError, PatchUnsupportedError
+from ralbuild.runtime.interpreted import UserStep
 from ralbuild.runtime.legal import LegalTokens
 from ralbuild.runtime.logprobs import token_logprob
 from ralbuild.runtime.orders import TokenLogprob
@@ -209,13 +210,16 @@ class Patch:
         return slot.text.close()
 
     def replay(self, profile: int, tokens: Sequence[int]) -> bytes:
-        """Push ``tokens`` through the steps that follow sampling; return all bytes that come out."""
+        """Push ``tokens`` through our steps that follow sampling; return all bytes that come out.
+
+        The oracle of the bundle's self-tests knows no user kernel.
+        """
         slot = self.open(profile, Draw())
         out = bytearray()
         for token in tokens:
             slot.token = token
             for step in self.steps:
-                if not isinstance(step, PenalizeStep | SampleStep):
+                if not isinstance(step, PenalizeStep | SampleStep | UserStep):
                     step.run(no_logits(), [slot])
             out += slot.output
         return bytes(out) + slot.text.finish()
@@ -239,12 +243,14 @@ def read_tables(bundle: Bundle, objects: dict[str, bytes]) -> Tables:
     return Tables(Transducer(table), bans, vocab, routes)
 
 
-def link_patch(bundle: Bundle, manifest: ModelManifest, tables: Tables) -> Patch:
-    """Turn the bundle's ordered steps into runnable ones.
+def link_patch(
+    bundle: Bundle, manifest: ModelManifest, tables: Tables, objects: Mapping[str, bytes]
+) -> Patch:
+    """Turn the bundle's ordered steps into runnable ones; ``objects`` hold the source of user kernels.
 
     Raises:
-        PatchUnsupportedError: for a step without an implementation here: a user's kernel exists only as
-            GPU code, and anything else comes from a newer builder.
+        PatchUnsupportedError: for a step without an implementation here: a user's kernel that exists only
+            as GPU code or does not load, and anything else, which comes from a newer builder.
         BundleCorruptError: when vocabulary and model disagree, or no step draws a token.
     """
     if len(tables.vocab) < manifest.tokenizer_size or not manifest.eos_token_ids:
@@ -254,9 +260,11 @@ def link_patch(bundle: Bundle, manifest: ModelManifest, tables: Tables) -> Patch
     kernels = {kernel.name: kernel for kernel in bundle.kernels}
     sampler = Sampler(manifest.tokenizer_size)
     steps = tuple(
-        _make_step(item.kernel, kernels.get(item.kernel), manifest, tables, sampler) for item in bundle.patch
+        _make_step(item.kernel, kernels.get(item.kernel), manifest, tables, sampler, objects)
+        for item in bundle.patch
     )
-    if [type(step) for step in steps] != [PenalizeStep, SampleStep, TransduceStep, FeedbackStep]:
+    ours = [type(step) for step in steps if not isinstance(step, UserStep)]
+    if ours != [PenalizeStep, SampleStep, TransduceStep, FeedbackStep]:
         found = ", ".join(item.kernel for item in bundle.patch) or "nothing"
         raise PatchUnsupportedError(
             f"needs penalize, sample, transduce, feedback; found {found}", place="bundle.json: patch"
@@ -265,14 +273,15 @@ def link_patch(bundle: Bundle, manifest: ModelManifest, tables: Tables) -> Patch
 
 
 def _make_step(
-    name: str, kernel: Kernel | None, manifest: ModelManifest, tables: Tables, sampler: Sampler
+    name: str,
+    kernel: Kernel | None,
+    manifest: ModelManifest,
+    tables: Tables,
+    sampler: Sampler,
+    objects: Mapping[str, bytes],
 ) -> Step:
     if kernel is not None and kernel.user:
-        raise PatchUnsupportedError(
-            f"step {name!r} is a user kernel; it is machine code for GPUs and the CPU target has none",
-            place="bundle.json: patch",
-            hint="build with --target cuda, or remove the transformer",
-        )
+        return UserStep(kernel, objects, manifest, tables.vocab)
     if name == "sample":
         return _sample_step(kernel, manifest, tables, sampler)
     if name == "penalize":

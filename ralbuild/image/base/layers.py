@@ -50,7 +50,7 @@ def plan_base(tree: Path, target: str, lock: Lock, facts: Facts) -> ImagePlan:
     torch: list[Entry] = []
     packages: list[Entry] = []
     manifest: list[Entry] = []
-    for entry in _entries(tree):
+    for entry in tree_entries(tree):
         inner = entry.path.removeprefix(_PACKAGES)
         if entry.path == _MANIFEST:
             manifest.append(entry)
@@ -73,7 +73,8 @@ def plan_base(tree: Path, target: str, lock: Lock, facts: Facts) -> ImagePlan:
     return ImagePlan(base=None, layers=layers, config=_config(target, lock, facts))
 
 
-def _entries(tree: Path) -> Iterator[Entry]:
+def tree_entries(tree: Path) -> Iterator[Entry]:
+    """Yield every file and link of a folder, by its path in it; modes are set, not copied."""
     for folder, folders, files in os.walk(tree):
         for name in (*folders, *files):
             place = Path(folder, name)

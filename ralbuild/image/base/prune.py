@@ -63,6 +63,16 @@ _BY_WHEEL = {
         "torch/lib/libtorchbind_test.so",
         "torchgen/packaged/*",
     ),
+    "triton": (
+        "triton/FileCheck",
+        "triton/_C/libproton.so",
+        "triton/backends/*/include/*",
+        "triton/backends/*/lib/*",
+        "triton/backends/nvidia/bin/*",
+        "triton/instrumentation/*",
+        "triton/plugins/*",
+        "triton/profiler/*",
+    ),
     "transformers": ("transformers/models/*/modular_*.py",),  # what modeling_*.py is generated from
 }
 _NVIDIA = ("nvidia/__init__.py", "nvidia/*/include/*")
