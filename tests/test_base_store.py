@@ -150,5 +150,5 @@ def test_a_damaged_pointer_is_no_base(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("make", [ensure_base, build_base])
 def test_a_target_without_a_base_is_a_usage_error(make: object) -> None:
     assert callable(make)
-    with pytest.raises(UsageError, match="cuda"):
-        make("cuda", Quiet())
+    with pytest.raises(UsageError, match="rocm"):
+        make("rocm", Quiet())
