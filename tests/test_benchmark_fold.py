@@ -27,16 +27,31 @@ def test_the_last_line_is_one_object_with_the_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fold, "COUNTS", (1, 5))
-    monkeypatch.setattr(fold, "MIXED_COUNTS", (2, 5))
     monkeypatch.setattr(fold, "TOKENS", 200)
     monkeypatch.setattr(fold, "BASELINE", 5)
     monkeypatch.setattr("sys.argv", ["fold", "--json", "--repeat", "3"])
     fold.main()
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["flatness"] >= 1
+    assert answer["time_flatness"] >= 1
     assert answer["mixed"]["flatness"] >= 1
     assert answer["regex_ratio"] > 0
     assert answer["build_seconds"] >= 0
+
+
+def test_instructions_are_counted_and_not_what_is_written_in_c() -> None:
+    def twenty() -> None:
+        for _ in range(20):
+            sorted(range(100))
+
+    def forty() -> None:
+        for _ in range(40):
+            sorted(range(200))
+
+    few, many = fold.instructions(twenty), fold.instructions(forty)
+    assert few > 20
+    per_turn = (many - few) / 20
+    assert per_turn == int(per_turn) < 20
 
 
 def test_the_mixed_series_has_a_rule_for_each_term_and_they_match(tmp_path: Path) -> None:
