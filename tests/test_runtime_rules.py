@@ -29,8 +29,10 @@ from ralbuild.contract.codec import pae
 from ralbuild.contract.runtime_rules import PAYLOAD_TYPE
 from ralbuild.runtime.ecdsa import read_public_key
 from ralbuild.runtime.errors import ApiError, RuntimeRulesError
-from ralbuild.runtime.metrics import RuntimeRuleMetrics
-from ralbuild.runtime.runtime_rules import WatchedRules
+from ralbuild.runtime.exposition import RuntimeRuleMetrics
+from ralbuild.runtime.metrics import Metrics
+from ralbuild.runtime.rule_file import RuleFile
+from ralbuild.runtime.runtime_rules import read_rule_set
 
 ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
@@ -188,11 +190,9 @@ def published(tmp_path: Path, keys: Path) -> Callable[..., None]:
 class TestFile:
     """One server's view of the file, without a server."""
 
-    def rules(self, tmp_path: Path, keys: Path) -> tuple[WatchedRules, CollectorRegistry]:
+    def rules(self, tmp_path: Path, keys: Path) -> tuple[RuleFile, CollectorRegistry]:
         registry = CollectorRegistry()
-        return WatchedRules(
-            tmp_path / "rules.json", keys / "sign.pub", RuntimeRuleMetrics(registry)
-        ), registry
+        return RuleFile(tmp_path / "rules.json", keys / "sign.pub", RuntimeRuleMetrics(registry)), registry
 
     def test_a_file_that_may_not_come_into_force_changes_nothing(
         self, tmp_path: Path, keys: Path, published: Callable[..., None]
@@ -227,7 +227,7 @@ class TestFile:
         ]
         for number, (fault, reason) in enumerate(faults):
             fault()
-            rules.check()
+            assert not rules.check()
             assert rules.current is before
             assert re.search(reason, rules.refused), rules.refused
             assert registry.get_sample_value("ralbuild_runtime_rules_stale") == 1
@@ -240,7 +240,7 @@ class TestFile:
             )
         path.rmdir()
         published("serial: 6\nredact: [{text: blue, with: green}]\n")
-        rules.check()
+        assert rules.check()
         assert (rules.current.serial, rules.refused) == (6, "")
         assert registry.get_sample_value("ralbuild_runtime_rules_stale") == 0
 
@@ -256,9 +256,9 @@ class TestFile:
         assert rules.refused
         before = rules.current
         path.write_bytes(good)
-        rules.check()
+        assert not rules.check()  # a worker has these rules already, and their counts
         assert not rules.refused
-        assert rules.current is before  # with its counts
+        assert rules.current is before
         assert registry.get_sample_value("ralbuild_runtime_rules_stale") == 0
 
     def test_a_folder_that_is_swapped_by_a_link_is_seen(
@@ -284,29 +284,34 @@ class TestFile:
         self, tmp_path: Path, keys: Path, published: Callable[..., None]
     ) -> None:
         published("serial: 1\nredact: [{text: blue, with: red}]\n")
-        rules, registry = self.rules(tmp_path, keys)
-        old = rules.current.open()
+        rules, _ = self.rules(tmp_path, keys)
+        metrics = Metrics("0")
+        old = read_rule_set(rules.current.payload, metrics).open()
         published("serial: 2\nredact: [{text: blue, with: green}]\n")
-        rules.check()
-        new = rules.current.open()
+        assert rules.check()
+        new = read_rule_set(rules.current.payload, metrics).open()
         assert old is not None
         assert new is not None
         assert old.feed(b"a bl") + old.feed(b"ue bl") + old.finish() == b"a red bl"
-        name, labels = "ralbuild_runtime_rule_events_total", {"rule": "0", "kind": "redact", "place": "3:10"}
-        assert registry.get_sample_value(name, labels) == 0  # the old rule's match is not the new one's
+        name = "ralbuild_runtime_rule_events_total"
+        labels = {"serial": "2", "rule": "0", "kind": "redact", "place": "3:10"}
+        assert (
+            metrics.registry.get_sample_value(name, labels) == 0
+        )  # the old rule's match is not the new one's
         assert new.feed(b"a blue") + new.finish() == b"a green"
-        assert registry.get_sample_value(name, labels) == 1
-        assert rules.info()["rules"] == [{"id": 0, "kind": "redact", "place": "3:10", "events": 1}]
+        assert metrics.registry.get_sample_value(name, labels) == 1
+        assert metrics.registry.get_sample_value(name, labels | {"serial": "1"}) is None
+        assert rules.info()["rules"] == [{"id": 0, "kind": "redact", "place": "3:10"}]
 
     def test_what_clients_send_is_refused_by_the_rule_s_place(
         self, tmp_path: Path, keys: Path, published: Callable[..., None]
     ) -> None:
         published('serial: 1\nrefuse: [{text: "drop table", whole_words: true}]\n')
-        rules, _ = self.rules(tmp_path, keys)
-        assert rules.current.open() is None
-        rules.current.admit(["drop tables", "", "drop", "table"], logprobs=True)
+        rules = read_rule_set(self.rules(tmp_path, keys)[0].current.payload, Metrics("0"))
+        assert rules.open() is None
+        rules.admit(["drop tables", "", "drop", "table"], logprobs=True)
         with pytest.raises(ApiError) as caught:
-            rules.current.admit(["fine", "please DROP TABLE users"], logprobs=False)
+            rules.admit(["fine", "please DROP TABLE users"], logprobs=False)
         assert (caught.value.status, caught.value.code) == (400, "content_refused")
         assert caught.value.body()["error"]["rule"] == "refuse@3:10"
         assert "drop" not in json.dumps(caught.value.body()).lower()
@@ -319,7 +324,7 @@ class TestFile:
             published("serial: 1\n", by="other")
         key = tmp_path / "none.pub" if fault == "no key" else keys / "sign.pub"
         with pytest.raises(RuntimeRulesError) as caught:
-            WatchedRules(tmp_path / "rules.json", key, RuntimeRuleMetrics(CollectorRegistry()))
+            RuleFile(tmp_path / "rules.json", key, RuntimeRuleMetrics(CollectorRegistry()))
         assert caught.value.exit_code == 87
 
 

@@ -18,6 +18,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # without `typing`
     import socket
 
+    from ralbuild.runtime.exposition import ServerMetrics
+    from ralbuild.runtime.rule_file import RuleFile
+    from ralbuild.runtime.settings import Settings
     from ralbuild.runtime.workers import WorkerProcess
 
 _QUIET = {
@@ -83,7 +86,8 @@ def _supervise(listener: socket.socket, porter: Porter, worker: WorkerProcess) -
     lifecycle, metrics = Lifecycle(), ServerMetrics(compat=settings.compat)
     keys = KeyFile(settings.keys_file, "RAL_API_KEYS_FILE") if settings.keys_file else None
     admin = KeyFile(settings.admin_file, "RAL_ADMIN_TOKEN_FILE") if settings.admin_file else None
-    supervisor = Supervisor(worker, lifecycle, metrics, settings.idle_unload)
+    rules = _open_rules(settings, metrics) if settings.runtime_rules else None
+    supervisor = Supervisor(worker, lifecycle, metrics, settings.idle_unload, rules)
     api = Api(lifecycle, metrics, supervisor, keys=keys, admin=admin)
     server = Server(api, settings.drain_seconds, porter.leave)
     gc.freeze()
@@ -96,6 +100,16 @@ def _supervise(listener: socket.socket, porter: Porter, worker: WorkerProcess) -
         return _refuse(lifecycle.failure)
     log_event("stopped")
     return 0
+
+
+def _open_rules(settings: Settings, metrics: ServerMetrics) -> RuleFile:
+    from pathlib import Path
+
+    from ralbuild.runtime.exposition import RuntimeRuleMetrics
+    from ralbuild.runtime.rule_file import RuleFile
+
+    series = RuntimeRuleMetrics(metrics.registry)
+    return RuleFile(Path(settings.runtime_rules), Path(settings.runtime_rules_key), series)
 
 
 def _refuse(error: StartError) -> int:

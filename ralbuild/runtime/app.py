@@ -140,8 +140,16 @@ class Api:
         await self.supervisor.refresh()
         counts = self.metrics.worker.by_label("ralbuild_rule_events_total", "rule")
         info = self.supervisor.info
-        rules = [rule | {"events": int(counts.get(str(rule["id"]), 0))} for rule in info["rules"]]
-        return JSONResponse(info | {"rules": rules})
+        rules = _with_events(info["rules"], counts)
+        return JSONResponse(info | {"rules": rules, "runtime_rules": self._runtime_rules()})
+
+    def _runtime_rules(self) -> dict[str, Any] | None:
+        file = self.supervisor.rule_file
+        if file is None:
+            return None
+        info, name = file.info(), "ralbuild_runtime_rule_events_total"
+        counts = self.metrics.worker.by_label(name, "rule", serial=str(info["serial"]))
+        return info | {"rules": _with_events(info["rules"], counts)}
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model_object(self._served())]})
@@ -225,6 +233,10 @@ class _Generate:
             choices=accepted["choices"],
         )
         return Answer(reply, ticket, facts)
+
+
+def _with_events(rules: list[dict[str, Any]], counts: dict[str, float]) -> list[dict[str, Any]]:
+    return [rule | {"events": int(counts.get(str(rule["id"]), 0))} for rule in rules]
 
 
 def _model_object(name: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.log import log_event, log_line
 from ralbuild.runtime.metrics import Metrics
 from ralbuild.runtime.preflight import Checked, check_files, choose_hashed, hash_weights
-from ralbuild.runtime.runtime_rules import open_runtime_rules
 from ralbuild.runtime.settings import PREPARE_THREADS, Settings
 
 if TYPE_CHECKING:
@@ -55,7 +54,6 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
     log_event(
         "checked", bundle=f"sha256:{checked.digest}", model=bundle.model, weights=how, hashed=len(hashes)
     )
-    later = open_runtime_rules(settings, metrics)
     if any(kernel.source is not None for kernel in bundle.kernels):
         # Triton reads it when its own functions are defined, and torch's import may bring it in.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -89,7 +87,7 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
     )
     engine.start()
     log_line(f"RAL patch applied to graph_id=0x{id(graph):x} bundle=sha256:{checked.digest}")
-    return Service(bundle, parts.patch.tables.routes, checked.digest, prompts, engine, metrics, later)
+    return Service(bundle, parts.patch.tables.routes, checked.digest, prompts, engine, metrics)
 
 
 def self_test(graph: DecodeGraph, checked: Checked) -> None:

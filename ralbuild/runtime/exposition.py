@@ -58,10 +58,14 @@ class WorkerSeries:
                 elif name not in _LASTING:
                     sample[2] = 0.0
 
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Return the values of a sample name, by one of its labels."""
+    def by_label(self, name: str, label: str, **having: str) -> dict[str, float]:
+        """Return the values of a sample name, by one label, of samples that have the others."""
         samples = [sample for metric in self.collect() for sample in metric.samples if sample.name == name]
-        return {sample.labels[label]: float(sample.value) for sample in samples}
+        return {
+            sample.labels[label]: float(sample.value)
+            for sample in samples
+            if having.items() <= sample.labels.items()
+        }
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families, as a collector of prometheus_client does."""
@@ -101,7 +105,7 @@ class ServerMetrics:
 
     def __init__(self, *, compat: str = "") -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         self.worker = WorkerSeries()
         registry.register(self.worker)
         if compat == "vllm":
@@ -134,7 +138,45 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         """Return the exposition."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
+
+
+class RuntimeRuleMetrics:
+    """What became of the files with rules of the serving side; their matches are counted by the worker."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._in_force = Gauge(
+            "ralbuild_runtime_rules_in_force",
+            "1; the labels say which signed file is applied after the image's rules.",
+            ["sha256", "serial"],
+            registry=registry,
+        )
+        self._stale = Gauge(
+            "ralbuild_runtime_rules_stale",
+            "1 while the file that is there was refused and an earlier one is in force.",
+            registry=registry,
+        )
+        self._loads = Counter(
+            "ralbuild_runtime_rules_loads", "Files by what became of them.", ["result"], registry=registry
+        )
+        for result in ("accepted", "refused"):
+            self._loads.labels(result)
+
+    def accept(self, sha256: str, serial: int) -> None:
+        """Say what is in force from now on."""
+        self._in_force.clear()
+        self._in_force.labels(f"sha256:{sha256}", str(serial)).set(1)
+        self.settle()
+        self._loads.labels("accepted").inc()
+
+    def settle(self) -> None:
+        """Say that the file that is there is the one in force."""
+        self._stale.set(0)
+
+    def refuse(self) -> None:
+        """Say that a file was refused."""
+        self._stale.set(1)
+        self._loads.labels("refused").inc()
 
 
 def _only(metric: Metric | None) -> float:

@@ -20,3 +20,8 @@ def resident(process: int | str) -> Mapping[str, int]:
         if words and words[0] in _KINDS:
             found[_KINDS[words[0]]] = int(words[1]) * 1024
     return found
+
+
+def own_resident() -> int:
+    """Return this process's resident bytes of all kinds."""
+    return sum(resident("self").values())

@@ -26,6 +26,7 @@ class Metrics:
         self.build.labels(version, "", "").set(1)
         self._version = version
         self._rules: list[Counter] = []
+        self._runtime_rules: Counter | None = None
         self._lock = threading.Lock()
         self.running = Gauge("ralbuild_requests_running", "Requests that hold a slot.", registry=registry)
         self.waiting = Gauge("ralbuild_requests_waiting", "Requests in the queue.", registry=registry)
@@ -114,6 +115,21 @@ class Metrics:
             for rule in rules:
                 self._rules[rule].inc()
 
+    def count_runtime_rules(self, serial: int, rules: Sequence[Rule]) -> tuple[Callable[[], None], ...]:
+        """Return what counts a match of each rule of the serving side; series of other files end."""
+        if self._runtime_rules is not None:
+            self.registry.unregister(self._runtime_rules)
+        self._runtime_rules = counter = Counter(
+            "ralbuild_runtime_rule_events",
+            "Matches by rule of the signed file in force; /ral/info names it.",
+            ["serial", "rule", "kind", "place"],
+            registry=self.registry,
+        )
+        return tuple(
+            counter.labels(str(serial), str(number), rule.kind, rule.place).inc
+            for number, rule in enumerate(rules)
+        )
+
     def series(self) -> list[Any]:
         """Return every family as plain values: name, help, type, samples (name, labels, value)."""
         return [
@@ -128,51 +144,3 @@ class Metrics:
 
 
 _BUILD = ["version", "model", "bundle"]
-
-
-class RuntimeRuleMetrics:
-    """Series of the serving side's rules, apart from those of the compiled ones."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._in_force = Gauge(
-            "ralbuild_runtime_rules_in_force",
-            "1; the labels say which signed file is applied after the image's rules.",
-            ["sha256", "serial"],
-            registry=registry,
-        )
-        self._stale = Gauge(
-            "ralbuild_runtime_rules_stale",
-            "1 while the file that is there was refused and an earlier one is in force.",
-            registry=registry,
-        )
-        self._loads = Counter(
-            "ralbuild_runtime_rules_loads", "Files by what became of them.", ["result"], registry=registry
-        )
-        self._events = Counter(
-            "ralbuild_runtime_rule_events",
-            "Matches by rule of the file in force.",
-            ["rule", "kind", "place"],
-            registry=registry,
-        )
-        for result in ("accepted", "refused"):
-            self._loads.labels(result)
-
-    def accept(self, sha256: str, serial: int, rules: Sequence[Rule]) -> tuple[Callable[[], None], ...]:
-        """Say what is in force; return what counts a match of each rule, in a series that starts at zero."""
-        self._in_force.clear()
-        self._in_force.labels(f"sha256:{sha256}", str(serial)).set(1)
-        self.settle()
-        self._loads.labels("accepted").inc()
-        self._events.clear()
-        return tuple(
-            self._events.labels(str(number), rule.kind, rule.place).inc for number, rule in enumerate(rules)
-        )
-
-    def settle(self) -> None:
-        """Say that the file that is there is the one in force."""
-        self._stale.set(0)
-
-    def refuse(self) -> None:
-        """Say that a file was refused."""
-        self._stale.set(1)
-        self._loads.labels("refused").inc()

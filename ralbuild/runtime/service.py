@@ -17,7 +17,7 @@ from ralbuild.runtime.metrics import Metrics
 from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.prompts import Prompts
 from ralbuild.runtime.requests import Ask, find_route, parse_chat, parse_completion
-from ralbuild.runtime.runtime_rules import WatchedRules, texts_of
+from ralbuild.runtime.runtime_rules import RuleSet, read_rule_set, texts_of
 from ralbuild.runtime.sampler import Draw
 
 _OPEN_KINDS = frozenset({"allow", "append", "ban", "bold", "escape"})
@@ -26,9 +26,13 @@ _PRIVATE_KINDS = ("ban", "redact")
 """Rules whose literal is what must not be seen; they are shown by their place in the config."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Service:
-    """The parts that one request passes through."""
+    """The parts that one request passes through.
+
+    Attributes:
+        runtime_rules: rules of the serving side, replaced as a whole while it serves; None without.
+    """
 
     bundle: Bundle
     routes: RouteTable
@@ -36,7 +40,11 @@ class Service:
     prompts: Prompts
     engine: Engine
     metrics: Metrics
-    runtime_rules: WatchedRules | None = None
+    runtime_rules: RuleSet | None = None
+
+    def apply(self, payload: bytes) -> None:
+        """Put a signed payload's rules in force, for every request that comes from now on."""
+        self.runtime_rules = read_rule_set(payload, self.metrics)
 
     def make_order(self, ask: Ask, route_header: str | None) -> Order:
         """Turn a request into tokens and limits; all refusals happen here, before any work.
@@ -45,7 +53,7 @@ class Service:
             ApiError: 404 for another model, 422 for input limits, 400 when the context is too short or a
                 rule of the serving side refuses the text.
         """
-        later = self.runtime_rules.current if self.runtime_rules is not None else None
+        later = self.runtime_rules
         if later is not None:
             later.admit(texts_of(ask), logprobs=ask.logprobs is not None)
         profile = select_profile(
@@ -126,7 +134,7 @@ class Service:
         return self.engine.submit(order, sink)
 
     def info(self) -> dict[str, Any]:
-        """Return the body of `/ral/info`; the supervisor adds how often each rule matched."""
+        """Return the body of `/ral/info`; the supervisor adds matches and the rules of the serving side."""
         bundle = self.bundle
         return {
             "bundle": f"sha256:{self.digest}",
@@ -148,12 +156,7 @@ class Service:
                 | {"place": rule.place}
                 for number, rule in enumerate(bundle.rules)
             ],
-            "runtime_rules": self.runtime_rules_info(),
         }
-
-    def runtime_rules_info(self) -> dict[str, Any] | None:
-        """Return what `/ral/info` says of the serving side's rules now; they change while the model stays."""
-        return self.runtime_rules.info() if self.runtime_rules is not None else None
 
 
 def _check_input_length(header: str | None, ask: Ask) -> None:

@@ -14,25 +14,23 @@ import os
 import time
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ralbuild.runtime import errors
 from ralbuild.runtime.errors import ApiError, StartError, WorkerLostError
 from ralbuild.runtime.exposition import ServerMetrics
 from ralbuild.runtime.lifecycle import RESTARTING, UNLOADED, Lifecycle
 from ralbuild.runtime.log import log_event
-from ralbuild.runtime.memory import resident
+from ralbuild.runtime.memory import own_resident
 from ralbuild.runtime.tickets import Ticket
 from ralbuild.runtime.wire import Frames, Message, pack
-from ralbuild.runtime.workers import WorkerProcess, reap_orphans
+from ralbuild.runtime.workers import Deaths, WorkerProcess, reap_orphans
+
+if TYPE_CHECKING:  # the contract comes with it, and few servers have such a file
+    from ralbuild.runtime.rule_file import RuleFile
 
 MAX_PENDING = 64
 """Requests in preparation, or waiting for the model to wake; a body has up to 4 MiB."""
-MAX_DEATHS = 5
-"""Workers in a row that may die before they have served for `STEADY_SECONDS`."""
-STEADY_SECONDS = 60.0
-BACK_OFF = (0.0, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before the first, second, ... restart in a row."""
 _REAP_SECONDS = 5.0
 _READ = 1 << 18
 _SERIES_SECONDS = 1.0
@@ -43,8 +41,15 @@ class Supervisor:
     """The one worker of a service, or its absence."""
 
     def __init__(
-        self, worker: WorkerProcess, lifecycle: Lifecycle, metrics: ServerMetrics, idle_unload: int | None
+        self,
+        worker: WorkerProcess,
+        lifecycle: Lifecycle,
+        metrics: ServerMetrics,
+        idle_unload: int | None,
+        rule_file: RuleFile | None = None,
     ) -> None:
+        self.rule_file = rule_file
+        """What every worker is told to apply after the image's rules; None for nothing."""
         self.info: dict[str, Any] = {}
         """What the worker said about itself when it was first ready; empty before."""
         self._worker: WorkerProcess | None = worker
@@ -64,15 +69,17 @@ class Supervisor:
         self._released = 0
         self._last_used = time.monotonic()
         self._last_ready = 0.0
-        self._deaths = 0
+        self._deaths = Deaths()
         self._baseline = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
         """Follow the worker from now on; call once, on the running loop."""
-        self._baseline = _own_resident()
+        self._baseline = own_resident()
         self._lifecycle.enter("check")
         self._tasks = [asyncio.ensure_future(self._keep())]
+        if self.rule_file is not None:
+            self._tasks.append(asyncio.ensure_future(self.rule_file.watch(self._tell_rules)))
         if os.getpid() == 1:
             self._tasks.append(asyncio.ensure_future(self._reap()))
 
@@ -140,9 +147,8 @@ class Supervisor:
         if self._lifecycle.stage == UNLOADED:
             return self._released
         if self._writer is None or self._unloading:
-            raise ApiError(
-                503, "model_loading", f"the model is in stage {self._lifecycle.stage}", retry_after=2
-            )
+            message = f"the model is in stage {self._lifecycle.stage}"
+            raise ApiError(503, "model_loading", message, retry_after=2)
         self._unloading = self._lifecycle.wakeable = True
         self._changed.set()
         while any(not ticket.frame for ticket in self._tickets.values()):
@@ -167,7 +173,7 @@ class Supervisor:
         )
         for kind, size in found.items():
             self._metrics.memory.labels(f"worker_{kind}").set(size)
-        self._metrics.memory.labels("supervisor").set(_own_resident())
+        self._metrics.memory.labels("supervisor").set(own_resident())
         self._metrics.memory.labels("supervisor_baseline").set(self._baseline)
         back = self._released if self._writer is not None else sum(found.values())
         self._metrics.zeroed.set(max(self._released - back, 0))
@@ -242,13 +248,8 @@ class Supervisor:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._change(), 1.0)
-            idle = time.monotonic() - self._last_used
-            if (
-                self._writer is not None
-                and self._idle_unload
-                and not self._tickets
-                and idle >= self._idle_unload
-            ):
+            idle = not self._tickets and time.monotonic() - self._last_used >= self._idle_unload
+            if self._writer is not None and self._idle_unload and idle:
                 self._unloading = self._lifecycle.wakeable = True
             running = any(not ticket.frame for ticket in self._tickets.values())
             if self._unloading and self._writer is not None and not running:
@@ -263,7 +264,7 @@ class Supervisor:
         self._lifecycle.move(UNLOADED, 0)
         self._unloading = False
         self._metrics.unloads.inc()
-        log_event("unloaded", released=self._released, resident=_own_resident(), baseline=self._baseline)
+        log_event("unloaded", released=self._released, resident=own_resident(), baseline=self._baseline)
         self._changed.set()
         await self._wanted.wait()
         log_event("waking")
@@ -280,16 +281,10 @@ class Supervisor:
         log_event("worker died", how=how, stage=self._lifecycle.stage, in_flight=len(self._tickets))
         if status >= 0 and not served:
             raise StartError(f"the worker ended with {how} while it started; its trace is above")
-        if time.monotonic() - self._last_ready > STEADY_SECONDS and served:
-            self._deaths = 0
         self._lifecycle.move(RESTARTING, 0)
         self.abandon(_LOST)
-        if self._deaths == MAX_DEATHS:
-            raise WorkerLostError(
-                f"died {MAX_DEATHS + 1} times in a row, the last time by {how}", place="worker"
-            )
-        await asyncio.sleep(BACK_OFF[min(self._deaths, len(BACK_OFF) - 1)])
-        self._deaths += 1
+        lived = time.monotonic() - self._last_ready if served else 0.0
+        await asyncio.sleep(self._deaths.pause(lived, how))
         self._metrics.restarts.inc()
 
     def _hear(self, message: Message, writer: asyncio.StreamWriter) -> None:
@@ -301,7 +296,6 @@ class Supervisor:
                     ticket.put(message)
             case "series":
                 self._metrics.worker.update(message["series"])
-                self.info = self.info | {"runtime_rules": message["runtime_rules"]}
                 if self._series is not None and not self._series.done():
                     self._series.set_result(None)
             case "stage":
@@ -332,10 +326,16 @@ class Supervisor:
             self._metrics.start_seconds.labels(stage).set(seconds)
         stages = {stage.replace("-", "_"): seconds for stage, seconds in self._lifecycle.seconds.items()}
         log_event("ready", **stages)
+        self._tell_rules()  # before the first request
         for ticket in self._tickets.values():
             writer.write(ticket.frame)
             ticket.frame = b""
         self._changed.set()
+
+    def _tell_rules(self) -> None:
+        """Say what is in force from now on; a worker that still loads hears it when it is ready."""
+        if self.rule_file is not None and self._writer is not None:
+            self._writer.write(pack({"do": "rules"}, self.rule_file.current.payload))
 
     def _want(self) -> None:
         if not self._wanted.is_set():
@@ -346,7 +346,3 @@ class Supervisor:
         """Wait until something changed that somebody may wait for."""
         self._changed.clear()
         await self._changed.wait()
-
-
-def _own_resident() -> int:
-    return sum(resident("self").values())

@@ -67,8 +67,10 @@ class Desk:
             case "cancel":
                 self._cancel(message["job"])
             case "series":
-                series, rules = self._service.metrics.series(), self._service.runtime_rules_info()
-                self._say({"say": "series", "series": series, "runtime_rules": rules})
+                self._say({"say": "series", "series": self._service.metrics.series()})
+            case "rules":
+                # Here, not in a thread: what is asked after this is asked of these rules.
+                self._service.apply(body)
 
     def _cancel(self, number: int) -> None:
         job = self._jobs.pop(number, None)
@@ -151,6 +153,10 @@ class _Line:
                 for message, body in frames.feed(data):
                     assert self.desk is not None
                     self.desk.handle(message, body)
+        except OSError:  # the supervisor was killed
+            pass
+        except Exception:
+            log_event("worker failed", trace=traceback.format_exc())
         finally:
             os._exit(0)
 

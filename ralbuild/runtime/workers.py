@@ -8,8 +8,14 @@ import socket
 import subprocess
 import sys
 
+from ralbuild.runtime.errors import WorkerLostError
 from ralbuild.runtime.memory import resident
 
+MAX_DEATHS = 5
+"""Workers in a row that may die before they have served for `STEADY_SECONDS`."""
+STEADY_SECONDS = 60.0
+BACK_OFF = (0.0, 1.0, 2.0, 5.0, 10.0)
+"""Seconds before the first, second, ... restart in a row."""
 _LINE_BYTES = 1 << 20
 """Buffer of the socket: the decode loop writes into it and must not wait for the event loop."""
 
@@ -53,6 +59,27 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self.end()
+
+
+class Deaths:
+    """Workers that died one after the other."""
+
+    def __init__(self) -> None:
+        self._row = 0
+
+    def pause(self, lived: float, how: str) -> float:
+        """Count one that served for ``lived`` seconds; return the seconds to wait before the next.
+
+        Raises:
+            WorkerLostError: when too many died in a row; it says ``how`` the last one did.
+        """
+        if lived > STEADY_SECONDS:
+            self._row = 0
+        if self._row == MAX_DEATHS:
+            reason = f"died {MAX_DEATHS + 1} times in a row, the last time by {how}"
+            raise WorkerLostError(reason, place="worker")
+        self._row += 1
+        return BACK_OFF[self._row - 1]
 
 
 def reap_orphans(worker: WorkerProcess | None) -> None:
