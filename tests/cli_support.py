@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,3 +71,13 @@ def listing(folder: Path) -> list[str]:
         for path in folder.rglob("*")
         if "xdg" not in path.relative_to(folder).parts
     )
+
+
+@contextlib.contextmanager
+def podman() -> Iterator[list[str | Path]]:
+    """The beginning of a podman command with a store of its own; its run folder must have a short path."""
+    folder = Path(tempfile.mkdtemp(prefix="pod", dir="/tmp"))
+    try:
+        yield ["podman", "--root", folder / "root", "--runroot", folder / "run", "--storage-driver", "vfs"]
+    finally:
+        shutil.rmtree(folder)

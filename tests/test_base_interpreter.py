@@ -12,7 +12,6 @@ from interpreted_kernels import HEAD, UPPER
 from model_factory import write_model
 from wheel_factory import make_wheel
 
-from ralbuild import pipeline
 from ralbuild.cli.main import main
 from ralbuild.contract.bundle import read_bundle
 from ralbuild.image.base import interpreter
@@ -21,6 +20,7 @@ from ralbuild.image.facts import stored_facts
 from ralbuild.image.plan import FileEntry, LayerPlan
 from ralbuild.image.reader import open_image
 from ralbuild.pins import load_pins
+from ralbuild.pipeline import building
 
 KERNEL = "postprocessing: {output_transformers: [{name: upper}]}\n"
 INTERPRET = "runtime: {cpu_user_kernels: interpret}\n"
@@ -41,7 +41,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny model, a user kernel, a base; the layer is a stand-in."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pipeline, "interpreter_layer", lambda _: LAYER)
+    monkeypatch.setattr(building, "interpreter_layer", lambda _: LAYER)
     write_model(tmp_path / "model")
     write_fake_base(tmp_path / "base")
     (tmp_path / "transformers").mkdir()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_support import podman
 from image_cases import NOWHERE, make_image, make_plan, write_weights
 
 from ralbuild.image.assemble import Image, assemble_image
@@ -110,21 +111,21 @@ def test_umoci_reads_how_it_runs(folder: Path, tmp_path: Path) -> None:
 
 
 def test_podman_loads_the_archive_and_shows_the_planned_files(
-    folder: Path, plan: ImagePlan, image: Image, tmp_path: Path
+    folder: Path, plan: ImagePlan, image: Image
 ) -> None:
-    store = ["podman", "--root", tmp_path / "root", "--runroot", tmp_path / "run", "--storage-driver", "vfs"]
-    run(*store, "load", "-q", "-i", folder / "image.tar")
-    (seen,) = json.loads(run(*store, "image", "inspect", f"localhost/{TAG}"))
-    assert f"sha256:{seen['Id']}" == image.config_digest
-    assert seen["RootFS"]["Layers"] == [layer.descriptor.diff_id for layer in image.layers]
-    root = Path(run(*store, "image", "mount", f"localhost/{TAG}").strip())
-    try:
-        for entry in (entry for layer in plan.layers for entry in layer.entries):
-            if isinstance(entry, FileEntry) and isinstance(entry.source, bytes):
-                assert (root / entry.path).read_bytes() == entry.source
-                assert (root / entry.path).stat().st_mode & 0o7777 == entry.mode
-    finally:
-        run(*store, "image", "unmount", "--all")
+    with podman() as store:
+        run(*store, "load", "-q", "-i", folder / "image.tar")
+        (seen,) = json.loads(run(*store, "image", "inspect", f"localhost/{TAG}"))
+        assert f"sha256:{seen['Id']}" == image.config_digest
+        assert seen["RootFS"]["Layers"] == [layer.descriptor.diff_id for layer in image.layers]
+        root = Path(run(*store, "image", "mount", f"localhost/{TAG}").strip())
+        try:
+            for entry in (entry for layer in plan.layers for entry in layer.entries):
+                if isinstance(entry, FileEntry) and isinstance(entry.source, bytes):
+                    assert (root / entry.path).read_bytes() == entry.source
+                    assert (root / entry.path).stat().st_mode & 0o7777 == entry.mode
+        finally:
+            run(*store, "image", "unmount", "--all")
 
 
 def test_gnu_tar_and_umoci_read_the_archive(folder: Path, image: Image, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from cli_support import MINIMAL, NO_KERNELS
+from cli_support import MINIMAL, NO_KERNELS, podman
 from cli_support import ralbuild as in_a_process
 from cryptography.hazmat.primitives.asymmetric import ec, utils
 from cyclonedx.schema import SchemaVersion
@@ -323,11 +323,11 @@ def test_an_archive_holds_what_lies_beside_an_image_and_other_tools_still_read_i
     for store in ("docker-archive", "oci-archive"):
         command = ["skopeo", "inspect", "--format", "{{.Name}}", f"{store}:{archive}:team/tiny:1"]
         subprocess.run(command, capture_output=True, check=True)
-    store = ["podman", "--root", tmp_path / "root", "--runroot", tmp_path / "run", "--storage-driver", "vfs"]
-    subprocess.run([*store, "load", "-q", "-i", archive], capture_output=True, check=True)
-    listed = subprocess.run(
-        [*store, "images", "-q", "--no-trunc"], capture_output=True, text=True, check=True
-    )
+    with podman() as store:
+        subprocess.run([*store, "load", "-q", "-i", archive], capture_output=True, check=True)
+        listed = subprocess.run(
+            [*store, "images", "-q", "--no-trunc"], capture_output=True, text=True, check=True
+        )
     config = json.loads(blob(work.layout, work.digest))["config"]["digest"]
     assert config in listed.stdout.split()
 

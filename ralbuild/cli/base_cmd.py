@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _lock(options: argparse.Namespace) -> int:
     """Resolve the target's packages; print one line a change."""
-    from ralbuild.image.base import refresh_lock
+    from ralbuild.image.base.lock import refresh_lock
     from ralbuild.report import format_bytes
 
     if options.out is not None or options.tag or options.refresh:

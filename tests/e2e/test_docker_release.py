@@ -56,16 +56,19 @@ class Site:
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two images that differ in one bold term, in one layout, so that layers are shared."""
     folder = tmp_path_factory.mktemp("images")
-    changed = folder / "changed.yaml"
-    changed.write_text(CONFIG.read_text().replace('"audit"]', '"audit", "company"]'))
-    for name, config in (("one", CONFIG), ("two", changed)):
+    # Images of its own: other tests remove theirs from the same engine by their id.
+    config = f"# tests of releases\n{CONFIG.read_text()}"
+    one, two = folder / "one.yaml", folder / "two.yaml"
+    one.write_text(config)
+    two.write_text(config.replace('"audit"]', '"audit", "company"]'))
+    for name, file in (("one", one), ("two", two)):
         ralbuild(
             folder,
             "image",
             "--model",
             MODEL,
             "--config",
-            config,
+            file,
             "--output",
             f"oci:{name}",
             "--tag",
@@ -79,8 +82,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "one", folder / "damaged", copy_function=os.link)
     manifest = json.loads((folder / "one" / "index.json").read_text())["manifests"][0]["digest"]
     blob = folder / "damaged" / "blobs" / manifest.replace(":", "/")
-    config = json.loads(blob.read_text())["config"]["digest"]
-    flip(folder / "damaged" / "blobs" / config.replace(":", "/"))
+    digest = json.loads(blob.read_text())["config"]["digest"]
+    flip(folder / "damaged" / "blobs" / digest.replace(":", "/"))
     return folder
 
 
@@ -214,6 +217,7 @@ def test_the_image_is_what_a_tool_of_others_wants_of_it(site: Site, tmp_path: Pa
     assert re.search(r"Failures: +2\b", failed.stdout)
 
 
+@pytest.mark.long
 def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, site: Site) -> None:
     folder, port = site.folder, site.ports[0]
     (old,) = running(folder)
@@ -245,6 +249,7 @@ def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, s
     assert not any(CHANGED in text for text in long_texts(clients))
 
 
+@pytest.mark.long
 def test_a_colour_that_is_killed_after_the_switch_is_rolled_back(images: Path, site: Site) -> None:
     folder, port = site.folder, site.ports[0]
     init(images, folder, site.ports, watch=30)  # it is killed while it is watched
@@ -287,6 +292,7 @@ def test_rules_of_the_serving_side_are_published_to_what_serves(images: Path, si
     assert traffic(port).ask() == before
 
 
+@pytest.mark.long
 def test_in_place_two_switches_and_a_rollback_fail_no_request(images: Path, site: Site) -> None:
     """The second image comes from Debian's registry by its digest, with its signature checked there."""
     folder, port = site.folder, site.ports[0]

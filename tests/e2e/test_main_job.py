@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -197,6 +198,74 @@ def test_the_answer_is_the_models_own_with_the_rules_applied_in_every_way_to_run
     assert answer.endswith(" [checked]")
     assert "<b>compliance</b>" in answer
     assert digest.startswith("sha256:")
+
+
+@pytest.fixture
+def locked_down(built, tmp_path: Path) -> Iterator[docker.models.containers.Container]:
+    """The image in a container whose only door is `tmp_path / "ral" / "ral.sock"`."""
+    (tmp_path / "ral").mkdir()
+    (tmp_path / "ral").chmod(0o777)
+    (tmp_path / "admin").write_text("secret\n")
+    engine = docker.from_env()
+    with (built[0] / "image.tar").open("rb") as file:
+        (image,) = engine.images.load(file)
+    container = engine.containers.run(
+        image.id,
+        detach=True,
+        read_only=True,
+        network_mode="none",
+        user="12345",
+        cap_drop=["ALL"],
+        security_opt=["no-new-privileges"],
+        volumes={
+            str(tmp_path / "ral"): {"bind": "/run/ral", "mode": "rw"},
+            str(tmp_path / "admin"): {"bind": "/run/admin", "mode": "ro"},
+        },
+        environment={"RAL_HOST": "unix:/run/ral/ral.sock", "RAL_ADMIN_TOKEN_FILE": "/run/admin"},
+    )
+    try:
+        yield container
+    finally:
+        container.remove(force=True)
+        engine.images.remove(image.id, force=True)
+        engine.close()
+
+
+def ask_socket(path: Path, method: str, target: str, body: object = None) -> tuple[int, dict[str, object]]:
+    connection = http.client.HTTPConnection("ral", timeout=READY_SECONDS)
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.settimeout(READY_SECONDS)
+    connection.sock.connect(str(path))
+    connection.request(method, target, json.dumps(body), {"authorization": "Bearer secret"})
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def test_a_container_with_nothing_but_a_socket_file_serves_unloads_wakes_and_ends(
+    locked_down: docker.models.containers.Container, tmp_path: Path
+) -> None:
+    path = tmp_path / "ral" / "ral.sock"
+    deadline = time.monotonic() + READY_SECONDS
+    while not path.exists() or ask_socket(path, "GET", "/ready")[0] != 200:
+        locked_down.reload()
+        assert locked_down.status in ("created", "running"), locked_down.logs().decode()
+        assert time.monotonic() < deadline, locked_down.logs().decode()
+        time.sleep(0.1)
+    question = {
+        "model": MODEL.name,
+        "messages": [{"role": "user", "content": "What does an audit check?"}],
+        "temperature": 0,
+        "max_tokens": 8,
+    }
+    status, first = ask_socket(path, "POST", "/v1/chat/completions", question)
+    assert status == 200
+    status, unloaded = ask_socket(path, "POST", "/ral/unload")
+    assert (status, unloaded["stage"]) == (200, "unloaded")
+    assert int(str(unloaded["released_bytes"])) > os.stat(MODEL / "model.safetensors").st_size
+    assert ask_socket(path, "POST", "/v1/chat/completions", question)[1]["choices"] == first["choices"]
+    locked_down.kill(signal.SIGTERM)
+    assert locked_down.wait(timeout=60)["StatusCode"] == 0, locked_down.logs().decode()
+    assert not path.exists()
 
 
 def test_docker_skopeo_and_umoci_agree_about_the_image(built, tmp_path: Path) -> None:

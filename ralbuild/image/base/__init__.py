@@ -2,7 +2,6 @@
 
 from ralbuild.image.base.build import build_base, ensure_base
 from ralbuild.image.base.interpreter import interpreter_layer
-from ralbuild.image.base.lock import refresh_lock
 from ralbuild.image.base.report import Report
 
-__all__ = ["Report", "build_base", "ensure_base", "interpreter_layer", "refresh_lock"]
+__all__ = ["Report", "build_base", "ensure_base", "interpreter_layer"]
