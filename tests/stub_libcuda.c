@@ -226,7 +226,7 @@ static void read_info(Kernel *kernel, const unsigned char *at, size_t size) {
         uint16_t half;
         memcpy(&half, at + 2, 2);
         const unsigned char *value = at + 4;
-        if (number == 0x19) kernel->bytes = half;
+        if (form == 3 && number == 0x19) kernel->bytes = half;
         if (form == 4 && number == 0x17) {
             uint16_t place[2];
             uint32_t packed;
@@ -239,7 +239,6 @@ static void read_info(Kernel *kernel, const unsigned char *at, size_t size) {
             }
         }
         if (form == 4 && number == 0x10) memcpy(&kernel->threads, value, 4);
-        if (form == 4 && number == 0x19) { uint16_t bytes; memcpy(&bytes, value, 2); kernel->bytes = bytes; }
         at = form == 4 ? value + half : value;
     }
 }
@@ -388,7 +387,8 @@ CUresult CUDAAPI cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode)
     return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuStreamEndCapture(CUstream stream, CUgraph *graph) {
-    ENTER(1);
+    CUresult failure = enter(__func__, 1);
+    if (failure) { capturing = 0; return failure; } /* a capture ends, also badly */
     STREAM(stream);
     *graph = NULL;
     if (!capturing) return fault(CUDA_ERROR_INVALID_VALUE, "the end of no capture\n");
