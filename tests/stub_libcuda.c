@@ -353,8 +353,14 @@ CUresult CUDAAPI cuLaunchKernel(CUfunction f, unsigned int gx, unsigned int gy, 
         memcpy(node->block, extra[1], size);
     }
     kernel->warm = 1;
-    say("cuLaunchKernel %s grid=%u threads=%u shared=%u params=%d bytes=%zu %s\n", kernel->name, gx, bx, shared,
-        kernel->count, size, capturing ? "captured" : "eager");
+    say("cuLaunchKernel %s grid=%u threads=%u shared=%u params=%d bytes=%zu", kernel->name, gx, bx, shared, kernel->count, size);
+    say(" numbers=");
+    for (int i = 0; i < kernel->count; i++) {
+        int number;
+        memcpy(&number, (const char *)extra[1] + kernel->offset[i], 4);
+        if (kernel->size[i] == 4) say("%d,", number);
+    }
+    say(" %s\n", capturing ? "captured" : "eager");
     return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuStreamCreate(CUstream *stream, unsigned int flags) {

@@ -338,9 +338,11 @@ def test_every_launch_is_the_step_that_the_bundle_says(rig: Rig) -> None:
             item = kernel(step.kernel)
             grid = slots if step.grid == "slots" else int(step.grid)
             shared, last = item.objects[0].shared_bytes, item.params[-1]
+            named = [param.buffer for param in item.params if not param.type.startswith("*")]
+            numbers = "".join(f"{slots if name == 'slots' else rig.values[name]}," for name in named)
             expected.append(
                 f"cuLaunchKernel {item.entry} grid={grid} threads={32 * item.num_warps} shared={shared} "
-                f"params={len(item.params)} bytes={last.offset + last.size} {when}"
+                f"params={len(item.params)} bytes={last.offset + last.size} numbers={numbers} {when}"
             )
     assert rig.stub.calls("cuLaunchKernel") == expected
 
@@ -432,6 +434,14 @@ def test_a_load_that_fails_half_way_leaves_no_module(rig: Rig, call: str) -> Non
         rig.load()
     loaded = [line for line in rig.stub.calls("cuModuleLoadDataEx") if "sm=" in line]
     assert len(loaded) == len(rig.stub.calls("cuModuleUnload")) >= 3
+
+
+def test_a_graph_that_lacks_a_step_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "node_count", lambda _driver, _graph: 4)
+    with pytest.raises(
+        CaptureFailedError, match="6 slots cannot be captured: graph: needs at least 5 nodes, found 4"
+    ):
+        ready(rig)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Driver:
             raise HostUnfitError(
                 f"needs a driver for CUDA {_spell(MIN_VERSION)} or newer, found {_spell(version.value)}",
                 place=library,
-                hint="535.104.05 is the first",
+                hint="the 535 series is the first",
             )
         number, context = c_int(), c_void_p()
         self._call("cuDeviceGet", byref(number), device, wanted=f"device {device}")
@@ -94,12 +94,13 @@ class Driver:
         self._call("cuMemFree_v2", address)
 
     def write(self, address: int, data: bytes, stream: Stream) -> None:
-        """Copy ``data`` to the device, after what is on ``stream``.
+        """Copy ``data`` to the device, after what is on ``stream``, and wait.
 
-        The driver has taken a copy of pageable memory when the call returns (CUDA's "API
-        synchronization behavior"), so ``data`` may go.
+        Without the wait the driver may still read ``data`` after this returns, where a device reaches
+        the host's pages by itself.
         """
         self._call("cuMemcpyHtoDAsync_v2", address, data, len(data), stream, wanted=f"{len(data)} bytes")
+        self.synchronize(stream)
 
     def read(self, address: int, size: int, stream: Stream) -> bytes:
         """Return ``size`` bytes of the device, once all that is on ``stream`` is done."""
