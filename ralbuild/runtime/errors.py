@@ -70,6 +70,22 @@ class RuntimeRulesError(StartError):
     exit_code = 87
 
 
+class DriverError(StartError):
+    """The CUDA driver refused a call, or gave something that is not what was loaded."""
+
+    exit_code = 88
+
+
+class CaptureFailedError(StartError):
+    """A decode graph could not be captured: only a new process can try again."""
+
+    exit_code = 89
+
+
+class BindingError(StartError):
+    """A kernel's parameter has no value, or one that it was not compiled for: a bug on our side."""
+
+
 class ApiError(Exception):
     """A request that is answered with an error in OpenAI's shape.
 
