@@ -1,6 +1,6 @@
 """Damages the built-in kernels' PTX in small ways and counts how many are caught.
 
-    python tests/simulate_mutants.py [--count N] [--seed S] [--kernel NAME]
+    python tests/simulate_mutants.py [--count N] [--seed S] [--kernel NAME] [--first N]
 
 A mutant is caught when it faults, races, or differs from the executor. One that the parser refuses is no
 mutant; nor is one of `EQUIVALENT`, which can change nothing, with the reason why. Survivors are printed with
@@ -246,14 +246,16 @@ class Tally:
         return sum(self.caught.values()) + len(self.survivors)
 
 
-def run_mutants(name: str, count: int, seed: int, tell: Callable[[str], None] = print) -> Tally:
-    """Damage a kernel ``count`` times and say what catches it."""
+def run_mutants(
+    name: str, count: int, seed: int, tell: Callable[[str], None] = print, first: int = 0
+) -> Tally:
+    """Damage a kernel ``count`` times, but for the ``first`` of them, and say what catches it."""
     stages = STAGES[name]()
     clean = first_failure(stages, module(name))
     assert clean.ok, (clean.difference, clean.fault, clean.races)
     tally = Tally()
-    for number, mutant in enumerate(chosen(name, count, seed)):
-        if number and number % 5 == 0:
+    for number, mutant in enumerate(chosen(name, count, seed)[first:], first):
+        if number > first and number % 5 == 0:
             tell(f"{name}: {number} mutants, {sum(tally.caught.values())} of {tally.total} caught")
         reason = why_equivalent(mutant)
         how = "" if reason else caught_by(mutant, stages)
@@ -275,10 +277,13 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=130, help="mutants of each kernel")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="begin behind as many of the mutants")
     parser.add_argument("--kernel", action="append", choices=list(STAGES))
     options = parser.parse_args()
     for name in options.kernel or STAGES:
-        tally = run_mutants(name, options.count, options.seed, partial(print, flush=True))
+        tally = run_mutants(
+            name, options.count, options.seed, partial(print, flush=True), first=options.first
+        )
         good = tally.total - len(tally.survivors)
         print(f"{name}: caught {good} of {tally.total} ({100 * good / tally.total:.1f} %): {tally.caught}")
         for reason, count in sorted(tally.equivalent.items()):
