@@ -83,15 +83,16 @@ class RandomMachine:
         # Markers: state 1 holds a byte of class 1; the same byte again completes one.
         actions = [(1, -1), (0, -1), (0, 0), (2, -1), (0, 1)]
         mark_next = [0, 1 | 1 << 16, 0, 0 | 3 << 16, 0 | 2 << 16, 0 | 4 << 16]
-        # Class 3 is the inside of a character: there no candidate begins, ends or may be cut.
+        # Class 3 is the inside of a character: there no candidate begins, ends or may be cut. Class 4 begins
+        # a longer character: no candidate ends with it.
         redact_next = [
-            0, 2, 1, 0,
-            0, 1, 2 if next(numbers) % 2 else 1, 1,
-            3 | 1 << 18, 3, DEAD | 1 << 18, 2,
-            DEAD | 2 << 18, 4 | 3 << 18, DONE | next(numbers) % 4 << 18, 3,
-            DEAD | 1 << 18, DONE | 2 << 18, DEAD | 3 << 18, 4,
+            0, 2, 1, 0, 3,
+            0, 1, 2 if next(numbers) % 2 else 1, 1, 2,
+            3 | 1 << 18, 3, DEAD | 1 << 18, 2, 2 | 3 << 18,
+            DEAD | 2 << 18, 4 | 3 << 18, DONE | next(numbers) % 4 << 18, 3, 4 | 1 << 18,
+            DEAD | 1 << 18, DONE | 2 << 18, DEAD | 3 << 18, 4, DEAD,
         ]  # fmt: skip
-        inside = range(0x80, 0xC0)
+        kinds = [4 if 0xC2 <= byte < 0xF5 else 3 if 0x80 <= byte < 0xC0 else None for byte in range(256)]
         return Front(
             modes=[
                 (none, none, 0, tails[0], 0),
@@ -99,11 +100,14 @@ class RandomMachine:
                 (none, 0, 2, tails[2], 3),
                 (0, none, 0, tails[1], 0),
             ],
-            mark_class=[0 if next(numbers) % 4 else 1 + next(numbers) % 2 for _ in range(254)] + [1, 2],
+            mark_class=[
+                0 if kinds[byte] == 3 or next(numbers) % 4 else 1 + next(numbers) % 2 for byte in range(254)
+            ]
+            + [1, 2],  # no marker begins within a character
             mark_next=mark_next,
             mark_actions=actions,
             markers=[(0, next(numbers) % 2, 3), (1, next(numbers) % 4, 1)],
-            redact_class=[3 if symbol % 256 in inside else next(numbers) % 3 for symbol in range(512)],
+            redact_class=[next(numbers) % 3 if kind is None else kind for kind in kinds * 2],
             redact_next=redact_next,
             redact_final=[0, 0, 1, 2, 3],
             accepts=[(), (0,), (1 << 3 | 1 << 1 | 1, 0), (2 << 3 | 2 << 1, 1 << 3 | 1 << 1)],
