@@ -383,7 +383,9 @@ def kill_after(number: int) -> None:
     sys.setprofile(watch)
 
 
-@pytest.mark.parametrize("before", ["nothing", "an empty folder", "an image"])
+@pytest.mark.parametrize(
+    "before", ["nothing", pytest.param("an empty folder", marks=pytest.mark.long), "an image"]
+)
 def test_a_build_killed_at_any_moment_leaves_the_old_image_and_the_next_one_succeeds(
     target: Path, model: Path, cache: DigestCache, before: str
 ) -> None:
