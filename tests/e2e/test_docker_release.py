@@ -34,7 +34,7 @@ BROKEN = "ralbuild-test/broken"
 CHANGED = "<b>company</b>"
 """What the second image's answers hold and the first one's do not."""
 
-pytestmark = [pytest.mark.real_model, pytest.mark.docker]
+pytestmark = [pytest.mark.real_model, pytest.mark.docker, pytest.mark.long]
 
 
 def ralbuild(folder: Path, *arguments: object, code: int = 0) -> str:
@@ -217,7 +217,6 @@ def test_the_image_is_what_a_tool_of_others_wants_of_it(site: Site, tmp_path: Pa
     assert re.search(r"Failures: +2\b", failed.stdout)
 
 
-@pytest.mark.long
 def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, site: Site) -> None:
     folder, port = site.folder, site.ports[0]
     (old,) = running(folder)
@@ -249,7 +248,6 @@ def test_each_kind_of_bad_image_is_refused_with_no_traffic_moved(images: Path, s
     assert not any(CHANGED in text for text in long_texts(clients))
 
 
-@pytest.mark.long
 def test_a_colour_that_is_killed_after_the_switch_is_rolled_back(images: Path, site: Site) -> None:
     folder, port = site.folder, site.ports[0]
     init(images, folder, site.ports, watch=30)  # it is killed while it is watched
@@ -292,7 +290,6 @@ def test_rules_of_the_serving_side_are_published_to_what_serves(images: Path, si
     assert traffic(port).ask() == before
 
 
-@pytest.mark.long
 def test_in_place_two_switches_and_a_rollback_fail_no_request(images: Path, site: Site) -> None:
     """The second image comes from Debian's registry by its digest, with its signature checked there."""
     folder, port = site.folder, site.ports[0]
