@@ -26,11 +26,7 @@ def with_sources(
         raise CompileError.of(problems)
     compiled = {kernel.name: kernel for kernel in kernels}
     fresh = [
-        replace(
-            compiled.get(step.spec.name) or _uncompiled(step),
-            source=keep(step.spec.source),
-            data=None if step.spec.data is None else keep(step.spec.data),
-        )
+        replace(compiled.get(step.spec.name) or _uncompiled(step), source=keep(step.spec.source))
         for step in users
     ]
     names = {kernel.name for kernel in fresh}

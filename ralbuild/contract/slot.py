@@ -120,8 +120,6 @@ class Slot:
             return b""
         self._wake()
         text = self.raw = self.raw + data
-        if self.machine.modes[self.mode].mark < 0:
-            self.free = self.seen = len(text)
         while self.seen < len(text) and not self.stopped:
             self._read_marker(out)
         if self.stopped:

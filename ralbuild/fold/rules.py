@@ -170,14 +170,18 @@ def redaction(item: Redact, rule_id: int) -> TextRule | KindRule:
     """Return the rule of one entry of `redact`."""
     if item.kind is not None:
         return KindRule(rule_id, item.kind, item.with_.encode(), item.in_)
+    return replace(found_text(item, rule_id), replacement=item.with_.encode(), scope=item.in_)
+
+
+def found_text(item: Matcher | Redact, rule_id: int) -> TextRule:
+    """Return the rule that takes away what the `text` or `pattern` of an entry matches, anywhere."""
     return TextRule(
         rule_id,
         REDACTION,
         item.text.encode() if item.text is not None else parse_regex(item.pattern or ""),
         ignore_case=not item.case_sensitive,
         whole_word=item.whole_words,
-        replacement=item.with_.encode(),
-        scope=item.in_,
+        replacement=b"",
     )
 
 

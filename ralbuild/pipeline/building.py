@@ -38,10 +38,7 @@ def build_image(
     if request.volume or request.modelpack:
         check_takes_companions(outputs)
     with open_registries(request.registry) as registries:
-        _check_caps(request, outputs, registries)
-        compiled = compile_model(request, report)
-        proof = prove_kernels(request, compiled, report)
-        plan, image = assemble(request, compiled, report, registries, proof)
+        compiled, plan, image = _make(request, outputs, report, registries)
         image = _attest(image, tag, plan, request, report)
         written = write_outputs(image, outputs, tag, report, registries)
     return compiled, image, written
@@ -53,13 +50,21 @@ def plan_only(
     """Do everything but write the image: for ``--dry-run`` and ``--check-repro``."""
     refuse_target(request.target)
     with open_registries(request.registry) as registries:
-        _check_caps(request, outputs, registries)
-        compiled = compile_model(request, report)
-        proof = prove_kernels(request, compiled, report)
-        plan, image = assemble(request, compiled, report, registries, proof)
+        compiled, plan, image = _make(request, outputs, report, registries)
         for output in outputs:
             if isinstance(output, RegistryOutput):
                 check_limits(image, registries.repository(output.reference).registry.profile)
+    return compiled, plan, image
+
+
+def _make(
+    request: BuildRequest, outputs: tuple[Output, ...], report: Report, registries: Registries
+) -> tuple[Compiled, ImagePlan, Image]:
+    """Verify, fold, compile, prove and plan: all that comes before writing."""
+    _check_caps(request, outputs, registries)
+    compiled = compile_model(request, report)
+    proof = prove_kernels(request, compiled, report)
+    plan, image = assemble(request, compiled, report, registries, proof)
     return compiled, plan, image
 
 

@@ -68,9 +68,10 @@ def compile_model(request: BuildRequest, report: Report) -> Compiled:
         users = user_steps(loaded, model, engine.max_seq_len)
         lint(users, report, strict=request.checks.strict)
         specs = (*builtin_specs(), *(step.spec for step in users))
-        kernels = with_data(compile_specs(request, specs, archs, cache, report), users, cache)
+        kernels = compile_specs(request, specs, archs, cache, report)
         if request.target == "cpu":
             kernels = with_sources(kernels, users, cache.add)
+        kernels = with_data(kernels, users, cache)
         stage.summary = kernel_summary(kernels)
     steps = step_order(users, loaded.declarative_priorities)
     bundle = _link(loaded, model, folded, engine, kernels, steps, request.target, cache)

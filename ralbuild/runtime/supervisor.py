@@ -151,9 +151,7 @@ class Supervisor:
             raise ApiError(503, "model_loading", message, retry_after=2)
         self._unloading = self._lifecycle.wakeable = True
         self._changed.set()
-        while any(not ticket.frame for ticket in self._tickets.values()):
-            await self._change()
-        while self._unloading:  # `_keep` ends the worker
+        while self._unloading:  # `_watch_idle` ends the worker once nothing runs, then `_keep` rests
             await self._change()
         return self._released
 
