@@ -435,15 +435,32 @@ def hang_up_after(runtime: Runtime, fields: dict[str, Any], seconds: float) -> N
     connection.close()
 
 
+def busy(found: dict[str, float]) -> bool:
+    return bool(found["ralbuild_requests_running"] or found["ralbuild_requests_waiting"])
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_stops_the_generation(runtime: Runtime, stream: bool) -> None:
     before = series(runtime)
     hang_up_after(runtime, {"stream": stream, "temperature": 1.0, "seed": 1}, 0.1)
-    while (after := series(runtime))["ralbuild_requests_running"]:
+    hung_up = before["ralbuild_requests_cancelled_total"] + 1
+    while (after := series(runtime))["ralbuild_requests_cancelled_total"] < hung_up or busy(after):
         time.sleep(0.01)
-    assert after["ralbuild_requests_cancelled_total"] == before["ralbuild_requests_cancelled_total"] + 1
+    assert after["ralbuild_requests_cancelled_total"] == hung_up
     assert after["ralbuild_generated_tokens_total"] - before["ralbuild_generated_tokens_total"] < 470
     assert after["ralbuild_kv_cache_bytes"] == 0
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_client_that_hangs_up_at_once_is_counted_once(runtime: Runtime, choices: int) -> None:
+    """Cut while its text is still being prepared, or with some of its choices at work: it is one client."""
+    before = series(runtime)
+    for _ in range(20):
+        hang_up_after(runtime, {"n": choices, "temperature": 1.0}, 0.0)
+    hung_up = before["ralbuild_requests_cancelled_total"] + 20
+    while (after := series(runtime))["ralbuild_requests_cancelled_total"] < hung_up or busy(after):
+        time.sleep(0.01)
+    assert after["ralbuild_requests_cancelled_total"] == hung_up
 
 
 def open_stream(runtime: Runtime, tokens: int) -> http.client.HTTPResponse:

@@ -153,11 +153,8 @@ class Engine:
     def _drop_cancelled(self) -> None:
         for generation in [*self._reading, *self._running]:
             if generation.cancelled:
-                self._metrics.cancelled.inc()
                 self._release(generation)
-        kept = [generation for generation in self._waiting if not generation.cancelled]
-        self._metrics.cancelled.inc(len(self._waiting) - len(kept))
-        self._waiting = deque(kept)
+        self._waiting = deque(generation for generation in self._waiting if not generation.cancelled)
 
     def _admit(self) -> None:
         """Give slots to the first in the queue. Nobody overtakes: a large request is not starved."""

@@ -76,6 +76,7 @@ class Desk:
         job = self._jobs.pop(number, None)
         if job is None:  # it ended while the message was on its way
             return
+        self._service.metrics.cancelled.inc()
         with job.lock:
             job.cancelled = True
             for generation in job.generations:
