@@ -1,10 +1,11 @@
 """How fast the image's server starts and answers, against `transformers serve` in the same run.
 
-    python -m benchmarks.runtime --model DIR [--peer-python PYTHON] [--quick] [--json]
+    python -m benchmarks.runtime [--model DIR] [--peer-python PYTHON] [--quick] [--json]
 
 PYTHON has transformers with its serving packages (`pip install "transformers[serving]"`); without it the
-present one is taken. All servers are processes on this machine with the same threads. Rounds alternate
-between them, and the median counts, so that other work on the machine disturbs all alike.
+present one is taken, where the `dev` extra has them. All servers are processes on this machine with the same
+threads. Rounds alternate between them, and the median counts, so that other work on the machine disturbs all
+alike.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real_model import add_model_option, model_folder
 from benchmarks.serving import Round, Server
 from ralbuild.contract import places
 from ralbuild.pipeline.compiling import compile_model
@@ -255,7 +257,7 @@ def show(found: dict[str, Any]) -> None:
 def main() -> int:
     """Run the measurement; with --json the last line is one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", type=Path, required=True, help="a model folder, such as SmolLM2's")
+    add_model_option(parser)
     parser.add_argument("--peer-python", default=sys.executable, help="Python with transformers[serving]")
     parser.add_argument("--quick", action="store_true", help="one round of each: about 3 minutes")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
@@ -267,7 +269,8 @@ def main() -> int:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     rounds = 1 if options.quick else 5
     with tempfile.TemporaryDirectory(prefix="ralbuild-bench-") as name:
-        found = result(Bench(options.model, options.peer_python, Path(name), rounds, options.tokens), parts)
+        model = model_folder(options.model)
+        found = result(Bench(model, options.peer_python, Path(name), rounds, options.tokens), parts)
     show(found)
     if options.json:
         print(json.dumps(found))

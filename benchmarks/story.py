@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.image import registry
+from benchmarks.real_model import add_model_option, model_folder
 from benchmarks.traffic import Traffic
 
 PORT, REGISTRY_PORT = 8000, 5000
@@ -154,11 +155,11 @@ AFTER = (
 def main() -> int:
     """Run the story and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
+    add_model_option(parser)
     parser.add_argument("--out", type=Path, required=True, help="the page")
     options = parser.parse_args()
     with ExitStack() as stack:
-        folder = stack.enter_context(working_folder(options.model))
+        folder = stack.enter_context(working_folder(model_folder(options.model)))
         stack.enter_context(registry(folder, ".registry", REGISTRY_PORT))
         stack.callback(clean_up, folder)
         parts = [tell(folder, step) for step in BEFORE]
