@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -68,6 +68,11 @@ def _word(value: object) -> _Safe:
     return _Safe(text)
 
 
+def _words(values: Iterable[object]) -> _Safe:
+    """Allow bare words with blanks between them."""
+    return _Safe(" ".join(_word(value) for value in values))
+
+
 def _json(value: Any) -> _Safe:
     """Quote text or a list of text as JSON; ``$`` and backslash are kept from the builder's expansion."""
     for text in [value] if isinstance(value, str) else value:
@@ -122,7 +127,7 @@ def render_text(template: str, values: Mapping[str, Any]) -> bytes:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(word=_word, json=_json, yaml=_yaml)
+    environment.filters.update(word=_word, words=_words, json=_json, yaml=_yaml)
     source = (template_dir() / template).read_text("utf-8")
     return environment.from_string(source).render(values).encode()
 

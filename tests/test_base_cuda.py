@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from ralbuild.errors import ImageError
 from ralbuild.image.base.layers import plan_base
 from ralbuild.image.base.lockfile import load_lock
 from ralbuild.image.base.prune import keeps
-from ralbuild.image.base.tree import _check_cuda
+from ralbuild.image.base.tree import Facts, proof_program
 from ralbuild.image.base.wheel import unpack_wheel
 from ralbuild.image.planning import check_base
 from ralbuild.image.reader import read_base
@@ -75,14 +77,33 @@ def test_a_base_for_the_cpu_says_nothing_of_cuda(tree: Path) -> None:
     assert not [name for name, _ in plan.config.env if "NVIDIA" in name]
 
 
+GOOD = {
+    "python": "3.11.2",
+    "torch": "2.4.1+cu121",  # what PyPI's build of torch 2.4.1 calls itself
+    "transformers": "4.57.6",
+    "a sum of 64 ones": "64",
+    "CUDA runtime": "12.2",
+    "NVRTC's refusal to compile at run time": "7",  # nvrtc.h: NVRTC_ERROR_BUILTIN_OPERATION_FAILURE
+}
+
+
 @pytest.mark.parametrize(
-    ("runtime", "nvrtc", "said"),
-    [(12040, 7, "runtime 12.4, it should have 12.2.2"), (12020, 0, "can compile CUDA code at run time")],
+    ("found", "said"),
+    [
+        ({}, ""),
+        ({"CUDA runtime": "12.4"}, "CUDA runtime is 12.4, it should be 12.2"),
+        ({"NVRTC's refusal to compile at run time": "0"}, "at run time is 0, it should be 7"),
+        ({"torch": "2.4.0+cu121"}, "torch is 2.4.0+cu121, it should be 2.4.1"),
+        ({"a sum of 64 ones": "63"}, "a sum of 64 ones is 63"),
+    ],
 )
-def test_another_runtime_or_a_working_compiler_is_refused(runtime: int, nvrtc: int, said: str) -> None:
-    with pytest.raises(ImageError, match=said):
-        _check_cuda("12.2.2", runtime, nvrtc)
-    _check_cuda("12.2.2", 12020, 7)
+def test_the_proof_compares_what_was_found_with_what_the_base_says(found: dict[str, str], said: str) -> None:
+    facts = Facts("3.11.2", "2.4.1", "4.57.6", "12.5", "12.2.2")
+    _, _, comparison = proof_program(facts).partition("needed = ")
+    program = f"import sys\nfound = {GOOD | found!r}\nneeded = {comparison}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert bool(done.returncode) == bool(said)
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize(

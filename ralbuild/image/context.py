@@ -39,11 +39,11 @@ def write_context(plan: ImagePlan, out: Path) -> int:
     """
     files = [entry for layer in plan.layers for entry in layer.entries if isinstance(entry, FileEntry)]
     try:
-        with _new_folder(out) as partial:
+        with new_folder(out) as partial:
             for entry in files:
                 _place(partial / _context_path(entry.path), entry)
             (partial / "Dockerfile").write_bytes(render_dockerfile(_facts(plan, files)).data)
-            _rename(partial, out)
+            give_name(partial, out)
     except OSError as error:
         hint = "write it on the file system that holds the weights: they are linked, not copied"
         raise HostError(
@@ -53,7 +53,7 @@ def write_context(plan: ImagePlan, out: Path) -> int:
 
 
 @contextlib.contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
+def new_folder(out: Path) -> Iterator[Path]:
     """Make a folder beside ``out`` that goes at the end unless it was renamed; its lock shows its use."""
     prefix = f".{out.name}.partial-"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,12 @@ def _new_folder(out: Path) -> Iterator[Path]:
         os.close(fd)
 
 
-def _rename(partial: Path, out: Path) -> None:
+def give_name(partial: Path, out: Path) -> None:
+    """Rename a finished folder to ``out``, which must not be there.
+
+    Raises:
+        UsageError: when it is.
+    """
     try:
         partial.rename(out)
     except OSError as error:

@@ -21,9 +21,16 @@ ReadFile = Callable[[str], bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One package of the base: ``deb`` or ``pypi``, name, version, architecture (deb), SHA-256 in hex.
+    """One package of the base.
 
-    A wheel's lock may allow several files; ``file`` is the one that was installed.
+    Attributes:
+        kind: ``deb`` or ``pypi``.
+        name: as its index has it.
+        version: likewise.
+        architecture: of a ``deb``.
+        file: the file that was installed; empty where dpkg of a container engine did it and nobody knows.
+        sha256: in hex, of the files that the lock allows; none where ``file`` is not known.
+        distribution: whose ``deb`` it is: ``debian``, ``ubuntu``.
     """
 
     kind: str
@@ -32,6 +39,7 @@ class Package:
     architecture: str
     file: str
     sha256: tuple[str, ...]
+    distribution: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +141,16 @@ def base_packages(data: bytes) -> tuple[Package, ...]:
     """
     value = parse_json(data, "base.json")
     try:
+        distribution = value.get("distribution", "debian")
         debian = [
             Package(
-                "deb", item["name"], item["version"], item["architecture"], item["file"], (item["sha256"],)
+                "deb",
+                item["name"],
+                item["version"],
+                item["architecture"],
+                item["file"],
+                (item["sha256"],) if item["sha256"] else (),
+                distribution,
             )
             for item in value["debian"]
         ]
@@ -143,7 +158,7 @@ def base_packages(data: bytes) -> tuple[Package, ...]:
             Package("pypi", item["name"], item["version"], "", item["file"], tuple(item["sha256"]))
             for item in value["wheels"]
         ]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise FormatError("base.json", f"does not list packages: {error}") from None
     return (*sorted(debian, key=lambda item: item.name), *sorted(wheels, key=lambda item: item.name))
 

@@ -219,7 +219,7 @@ def check_base(base: BaseImage, target: str) -> None:
     if missing:
         raise ImageError(f"does not say its {', '.join(missing)}: needs labels {BASE_LABELS}*", place=place)
     python = labels[f"{BASE_LABELS}python"]
-    if not python.startswith(_PYTHON):
+    if not f"{python}.".startswith(_PYTHON):  # the third number may be left open
         raise ImageError(f"has Python {python}, the launcher needs {_PYTHON}x", place=place)
     cuda, wanted = labels.get(f"{BASE_LABELS}cuda", ""), load_pins().cuda.version
     if target == "cuda" and cuda.split(".")[:2] != wanted.split(".")[:2]:

@@ -196,7 +196,7 @@ def _base(facts: ImageFacts) -> Component:
 def _package(package: Package) -> Component:
     version = urllib.parse.quote(package.version, safe="")
     if package.kind == "deb":
-        purl = f"pkg:deb/debian/{package.name}@{version}?arch={package.architecture}"
+        purl = f"pkg:deb/{package.distribution}/{package.name}@{version}?arch={package.architecture}"
     else:
         purl = f"pkg:pypi/{package.name}@{version}"
     value: Component = {
@@ -205,8 +205,9 @@ def _package(package: Package) -> Component:
         "name": package.name,
         "version": package.version,
         "purl": purl,
-        "properties": _properties({"package.file": package.file}.items()),
     }
+    if package.file:
+        value["properties"] = _properties({"package.file": package.file}.items())
     if len(package.sha256) == 1:  # of several files that the lock allows, the list does not say which it was
         value["hashes"] = _hashes(package.sha256[0])
     return value

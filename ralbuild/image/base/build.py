@@ -38,7 +38,7 @@ def ensure_base(target: str, report: Report, lock_file: Path | None = None) -> P
     Raises:
         UsageError, HostError, ImageError: as `build_base`.
     """
-    lock = _lock(target, lock_file)
+    lock = chosen_lock(target, lock_file)
     store = _store()
     with host_errors(store.folder, base_target(target).room):
         found = store.newest(target, lock)
@@ -57,10 +57,16 @@ def build_base(target: str, report: Report, lock_file: Path | None = None) -> Pa
         HostError: when this machine cannot make it: no apt, no network, no room, another processor.
         ImageError: when a package is not what it should be, or the result does not run.
     """
-    return _build(target, _lock(target, lock_file), _store(), report, refresh=True)
+    return _build(target, chosen_lock(target, lock_file), _store(), report, refresh=True)
 
 
-def _lock(target: str, lock_file: Path | None) -> Lock:
+def chosen_lock(target: str, lock_file: Path | None) -> Lock:
+    """Return the lock in ``lock_file``, or the one that ships with ralbuild for ``target``.
+
+    Raises:
+        UsageError, HostError: for a target or a machine without bases.
+        ImageError: when the lock is none, or lacks torch or transformers.
+    """
     base_target(target)
     if platform.machine() != MACHINE:
         raise HostError(f"the embedded base is for {MACHINE}, this machine is {platform.machine()}")

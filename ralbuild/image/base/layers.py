@@ -70,7 +70,7 @@ def plan_base(tree: Path, target: str, lock: Lock, facts: Facts) -> ImagePlan:
         LayerPlan("Python packages", "small", tuple(packages), (_OWNED,)),
         LayerPlan("list of packages", "small", tuple(manifest)),
     )
-    return ImagePlan(base=None, layers=layers, config=_config(target, lock, facts))
+    return ImagePlan(base=None, layers=layers, config=base_config(target, lock, facts))
 
 
 def tree_entries(tree: Path) -> Iterator[Entry]:
@@ -87,12 +87,13 @@ def tree_entries(tree: Path) -> Iterator[Entry]:
                 yield FileEntry(path, HostFile(place, info.st_size), mode)
 
 
-def _config(target: str, lock: Lock, facts: Facts) -> ImageConfig:
+def base_config(target: str, lock: Lock, facts: Facts) -> ImageConfig:
+    """Return what a base says of itself, however it is made; a Debian release only where it is Debian's."""
     cuda = base_target(target).cuda
     labels = {
         "contract": CONTRACT,
         **({"cuda": cuda} if cuda else {}),
-        "debian": facts.debian,
+        **({"debian": facts.debian} if facts.debian else {}),
         "lock": lock.sha256,
         "python": facts.python,
         "recipe": RECIPE,

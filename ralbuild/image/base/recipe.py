@@ -167,4 +167,6 @@ CUDA_ENVIRONMENT = (
     ("NVIDIA_DRIVER_CAPABILITIES", "compute,utility"),
     ("NVIDIA_REQUIRE_CUDA", "cuda>=12.2"),
 )
+DISTRIBUTION_PACKAGES = ("ca-certificates", "libgomp1", "libstdc++6", f"python{PYTHON_VERSION}", "tzdata")
+"""What a base that a container engine makes takes from its distribution, Debian 12 or Ubuntu 22.04."""
 WORKING_DIR = "/tmp"  # noqa: S108

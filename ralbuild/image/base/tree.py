@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ralbuild.contract.codec import canonical_json, to_plain
 from ralbuild.contract.places import BASE_MANIFEST, PACKAGES_DIR
@@ -26,12 +26,12 @@ from ralbuild.image.treepython import python_command, python_home
 
 MANIFEST_SCHEMA = "ralbuild.base/1"
 _PROOF = """\
-import json, platform, ssl
+import json, platform, ssl, sys
 import jinja2, numpy, prometheus_client, safetensors.torch, starlette.applications, tokenizers, torch, uvicorn
 import transformers
 from transformers.models.llama import modeling_llama
 found = {"python": platform.python_version(), "torch": torch.__version__,
-         "transformers": transformers.__version__, "sum": torch.ones(8, 8).sum().item()}
+         "transformers": transformers.__version__, "a sum of 64 ones": str(int(torch.ones(8, 8).sum()))}
 """
 # Both libraries answer without a GPU. NVRTC must refuse: 7 is NVRTC_ERROR_BUILTIN_OPERATION_FAILURE.
 _CUDA_PROOF = """\
@@ -41,10 +41,18 @@ ctypes.CDLL("libcudart.so.12").cudaRuntimeGetVersion(ctypes.byref(version))
 folder = torch.__path__[0] + "/../nvidia/cuda_nvrtc/lib/"
 nvrtc = ctypes.CDLL(folder + "libnvrtc.so.12")
 nvrtc.nvrtcCreateProgram(ctypes.byref(program), b"__global__ void k() {}", b"k.cu", 0, None, None)
-found |= {"cuda": version.value, "nvrtc": nvrtc.nvrtcCompileProgram(program, 0, None)}
+found["CUDA runtime"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
+found["NVRTC's refusal to compile at run time"] = str(nvrtc.nvrtcCompileProgram(program, 0, None))
 """
-_PROOF_END = 'json.dump(found, open(1, "w"))'
-_NVRTC_REFUSES = 7
+# PyPI's build of torch calls itself 2.4.1+cu121; its wheel does not.
+_PROOF_END = """\
+wrong = [f"{name} is {found[name]}, it should be {value}"
+         for name, value in needed.items() if value not in (found[name], found[name].partition("+")[0])]
+sys.exit("; ".join(wrong) or 0)
+"""
+
+
+_NVRTC_REFUSES = "7"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,31 +130,25 @@ def prove(tree: Path, facts: Facts) -> None:
         "HF_HUB_OFFLINE": "1",
         "LD_BIND_NOW": "1",
     }
-    code = _PROOF + (_CUDA_PROOF if facts.cuda else "") + _PROOF_END
-    command = [*python_command(tree), "-s", "-P", "-W", "ignore", "-c", code]
+    command = [*python_command(tree), "-s", "-P", "-W", "ignore", "-c", proof_program(facts)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tree)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
         raise ImageError(f"the finished base does not run: {last[0]}", hint="this is a bug in its recipe")
-    found = json.loads(done.stdout)
-    for name in ("python", "torch", "transformers"):
-        needed = getattr(facts, name)
-        # PyPI's build of torch calls itself 2.4.1+cu121; its wheel does not.
-        if needed not in (found[name], found[name].partition("+")[0]):
-            raise ImageError(f"the base has {name} {found[name]}, it should have {needed}")
-    if found["sum"] != 64:
-        raise ImageError(f"torch in the base computes that 64 ones sum up to {found['sum']}")
+
+
+def proof_program(facts: Facts) -> str:
+    """Return a Python program that ends with status 0 in a base which is what ``facts`` says.
+
+    Otherwise its last line on standard error says what is wrong. Empty facts are not compared.
+    """
+    needed = {"python": facts.python, "torch": facts.torch, "transformers": facts.transformers}
+    needed["a sum of 64 ones"] = "64"
     if facts.cuda:
-        _check_cuda(facts.cuda, found["cuda"], found["nvrtc"])
-
-
-def _check_cuda(needed: str, runtime: int, nvrtc: int) -> None:
-    """Compare CUDA's number of its version, 12020 for 12.2, and what NVRTC said to a program."""
-    found = f"{runtime // 1000}.{runtime % 1000 // 10}"
-    if not needed.startswith(f"{found}."):
-        raise ImageError(f"the base has the CUDA runtime {found}, it should have {needed}")
-    if nvrtc != _NVRTC_REFUSES:
-        raise ImageError("the base can compile CUDA code at run time", hint="leave NVRTC's builtins out")
+        needed["CUDA runtime"] = facts.cuda.rpartition(".")[0]
+        needed["NVRTC's refusal to compile at run time"] = _NVRTC_REFUSES
+    kept = {name: value for name, value in needed.items() if value}
+    return f"{_PROOF}{_CUDA_PROOF if facts.cuda else ''}needed = {kept!r}\n{_PROOF_END}"
 
 
 def _install(name: str, sources: Sources, packages: Path) -> None:
@@ -155,16 +157,25 @@ def _install(name: str, sources: Sources, packages: Path) -> None:
 
 def _manifest(sources: Sources) -> bytes:
     """Return ``base.json``: exactly what went in."""
-    hashes = {wheel.name: wheel for wheel in sources.lock.wheels}
-    value = {
+    listed = wheel_list(sources.target, sources.lock, sources.wheels)
+    return canonical_json({**listed, "debian": to_plain(sources.debian)})
+
+
+def wheel_list(target: str, lock: Lock, wheels: Mapping[str, Path]) -> dict[str, Any]:
+    """Return ``base.json`` without the packages of the distribution."""
+    hashes = {wheel.name: wheel for wheel in lock.wheels}
+    return {
         "schema": MANIFEST_SCHEMA,
-        "target": sources.target,
+        "target": target,
         "recipe": RECIPE,
-        "lock": sources.lock.sha256,
-        "debian": to_plain(sources.debian),
+        "lock": lock.sha256,
         "wheels": [
-            {"name": name, "version": hashes[name].version, "file": path.name, "sha256": hashes[name].sha256}
-            for name, path in sorted(sources.wheels.items())
+            {
+                "name": name,
+                "version": hashes[name].version,
+                "file": path.name,
+                "sha256": list(hashes[name].sha256),
+            }
+            for name, path in sorted(wheels.items())
         ],
     }
-    return canonical_json(to_plain(value))
