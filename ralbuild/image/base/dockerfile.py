@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ralbuild import __version__
 from ralbuild.contract.codec import canonical_json
-from ralbuild.contract.places import BASE_MANIFEST, PACKAGES_DIR, RAL_DIR, USER_ID
+from ralbuild.contract.places import BASE_MANIFEST, PACKAGES_DIR, USER_ID
 from ralbuild.digests import make_cache_folder
 from ralbuild.errors import HostError, UsageError
 from ralbuild.image.base.build import chosen_lock
@@ -108,7 +108,6 @@ def context_files(
         "user": USER_ID,
         "cuda": bool(target.cuda),
         "packages_dir": PACKAGES_DIR,
-        "ral_dir": RAL_DIR,
         "manifest": BASE_MANIFEST,
         "labels": sorted(config.labels.items()),
         "env": config.env,
