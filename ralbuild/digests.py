@@ -1,7 +1,7 @@
 """Digests of the user's files: computed in one read, remembered while the file stays the same.
 
-A weight file needs two SHA-256: its own, for the manifest, and that of the tar layer that will hold
-it, for the image. `scan_layer` computes both from one read. `DigestCache` remembers them by path,
+A weight file is known by the SHA-256 of the tar layer that will hold it: one hash of each byte. Its own
+SHA-256 is computed in the same read where somebody asks for it. `DigestCache` remembers them by path,
 device, inode, size, mtime and ctime. The inode and ctime catch what path, size and mtime miss: a file
 replaced by another of the same size and copied time. The cache never fails a build: an entry that
 is damaged, foreign or unwritable means that the file is read again.
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,16 +75,31 @@ class StatKey:
 
 
 @dataclass(frozen=True, slots=True)
-class FileDigests:
-    """A weight file as scanned; both digests in lowercase hex.
+class Witness:
+    """That this run read a file for its layer's digest, and would see a write since then.
 
     Attributes:
-        sha256: of the file.
+        state: the file's while it was read.
+        frame: SHA-256 of what was hashed around the layer's files: headers, paddings and end, in order.
+    """
+
+    state: StatKey
+    frame: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigests:
+    """A weight file as scanned; digests in lowercase hex.
+
+    Attributes:
+        sha256: of the file; empty when nobody asked for it.
         layer_sha256: of the layer: header, file, trailer (see `ralbuild.contract.tarball`).
         layer_size: of that layer, in bytes.
         cached: True when the file was not read for this.
         verdict: what the observer said; empty without one.
         purpose: under which the digest cache may know them: what to `DigestCache.forget` when they are wrong.
+        witness: None when the digests were remembered, or when the file changed so shortly before
+            that another write may not show (`is_racy`).
     """
 
     sha256: str
@@ -93,6 +108,7 @@ class FileDigests:
     cached: bool = field(default=False, compare=False)
     verdict: str = field(default="", compare=False)
     purpose: str = field(default="", compare=False)
+    witness: Witness | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +258,13 @@ class LayerFile:
         path: where it is.
         name: its name in the image; a blob of the Hugging Face cache is stored under its digest.
         observer: fed every byte in the same read; its verdict is remembered with the digests.
+        own: compute the file's own SHA-256 too.
     """
 
     path: Path
     name: str
     observer: Observer | None = None
+    own: bool = False
 
 
 def scan_file(
@@ -257,9 +275,10 @@ def scan_file(
     *,
     rehash: bool = False,
     observer: Observer | None = None,
+    own: bool = False,
 ) -> FileDigests:
-    """Return the digests of a weight file that has a layer of its own; see `scan_layer`."""
-    file = LayerFile(path, path.name, observer)
+    """Return the digests of a weight file that has a layer of its own; see `scan_layer` and `LayerFile`."""
+    file = LayerFile(path, path.name, observer, own)
     return scan_layer((file,), cache, mtime, progress, rehash=rehash)[0]
 
 
@@ -297,19 +316,42 @@ def scan_layer(
             for file in files:
                 report(file.path.stat().st_size)
             return found
-    layer, frame = hashlib.sha256(), WeightLayer(mtime)
+    layer, frame = hashlib.sha256(), _Frame(mtime)
     read = [_read_once(file, layer, frame, report) for file in files]
     layer.update(frame.end())
+    around = frame.digest.hexdigest()
     digests = []
     for file, purpose, (key, started, sha256) in zip(files, purposes, read, strict=True):
         verdict = file.observer.verdict() if file.observer is not None else ""
-        values = {"sha256": sha256, "layer_sha256": layer.hexdigest(), "layer_size": str(frame.size)}
+        values = {"layer_sha256": layer.hexdigest(), "layer_size": str(frame.size)}
+        if file.own:
+            values["sha256"] = sha256
         if file.observer is not None:
             values |= {"observer": file.observer.kind, "verdict": verdict}
-        if not is_racy(key, started) and len(verdict) <= _VERDICT_LIMIT:
+        witness = None if is_racy(key, started) else Witness(key, around)
+        if witness is not None and len(verdict) <= _VERDICT_LIMIT:
             cache.put(file.path, purpose, key, values)
-        digests.append(FileDigests(sha256, layer.hexdigest(), frame.size, verdict=verdict, purpose=purpose))
+        found = FileDigests(sha256, layer.hexdigest(), frame.size, verdict=verdict, purpose=purpose)
+        digests.append(replace(found, witness=witness))
     return tuple(digests)
+
+
+class _Frame(WeightLayer):
+    """A layer's frame that remembers the digest of what it gave out."""
+
+    def __init__(self, mtime: int) -> None:
+        super().__init__(mtime)
+        self.digest = hashlib.sha256()
+
+    def start(self, name: str, size: int) -> bytes:
+        before = super().start(name, size)
+        self.digest.update(before)
+        return before
+
+    def end(self) -> bytes:
+        after = super().end()
+        self.digest.update(after)
+        return after
 
 
 def _remembered(file: LayerFile, cache: DigestCache, purpose: str) -> FileDigests | None:
@@ -323,7 +365,7 @@ def _remembered(file: LayerFile, cache: DigestCache, purpose: str) -> FileDigest
         return None
     try:
         return FileDigests(
-            values["sha256"],
+            values["sha256"] if file.own else "",
             values["layer_sha256"],
             int(values["layer_size"]),
             cached=True,
@@ -337,7 +379,7 @@ def _remembered(file: LayerFile, cache: DigestCache, purpose: str) -> FileDigest
 def _read_once(
     file: LayerFile, layer: Hash, frame: WeightLayer, report: Callable[[int], None]
 ) -> tuple[StatKey, int, str]:
-    """Read a file into its own hash and the layer's; return its state, the time before, its SHA-256."""
+    """Read a file into the layer's hash; return its state, the time before, and its own SHA-256 if asked."""
     started = time.time_ns()
     try:
         with open_regular(file.path) as opened:
@@ -345,7 +387,7 @@ def _read_once(
             key = StatKey.of(os.fstat(fd))
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             layer.update(frame.start(file.name, key.size))
-            sha256 = _hash_both(fd, key.size, layer, report, file.observer)
+            sha256 = _hash_through(fd, key.size, layer, report, file)
             if StatKey.of(os.fstat(fd)) != key:
                 raise WeightsError(
                     "changed while it was read", place=str(file.path), hint="build from files at rest"
@@ -355,22 +397,21 @@ def _read_once(
     return key, started, sha256
 
 
-def _hash_both(
-    fd: int, size: int, layer: Hash, report: Callable[[int], None], observer: Observer | None
-) -> str:
-    """Feed every byte to both hashes: one in this thread, one in a helper (hashlib releases the GIL).
+def _hash_through(fd: int, size: int, layer: Hash, report: Callable[[int], None], file: LayerFile) -> str:
+    """Feed every byte to the layer's hash in this thread (hashlib releases the GIL), and to what else looks.
 
-    The observer runs in the helper, while the bytes are still in the processor's cache.
+    The file's own hash and the observer run in a helper, while the bytes are still in the processor's cache.
     """
-    whole = hashlib.sha256()
+    whole = hashlib.sha256() if file.own else None
     buffers = (memoryview(bytearray(CHUNK)), memoryview(bytearray(CHUNK)))
     pending: Future[None] | None = None
     done = turn = 0
 
     def help_with(chunk: memoryview) -> None:
-        layer.update(chunk)
-        if observer is not None:
-            observer.feed(chunk)
+        if whole is not None:
+            whole.update(chunk)
+        if file.observer is not None:
+            file.observer.feed(chunk)
 
     with ThreadPoolExecutor(max_workers=1) as helper:
         while done < size:
@@ -381,13 +422,13 @@ def _hash_both(
             if pending is not None:
                 pending.result()  # the other buffer is free for the next read
             pending = helper.submit(help_with, buffer[:count])
-            whole.update(buffer[:count])
+            layer.update(buffer[:count])
             done += count
             turn ^= 1
             report(count)
         if pending is not None:
             pending.result()
-    return whole.hexdigest()
+    return whole.hexdigest() if whole is not None else ""
 
 
 def _checksum(key: StatKey, values: Mapping[str, str]) -> str:

@@ -44,6 +44,8 @@ def unchanging(source: HostFile) -> Iterator[int]:
         needed = source.size if source.is_whole else source.file_size
         if before.st_size != needed:
             raise changed(source, f"needs {needed} bytes, found {before.st_size}")
+        if source.witness is not None and source.witness.state != StatKey.of(before):
+            raise changed(source, "was written to or replaced after it was hashed")
         os.lseek(fd, source.start, os.SEEK_SET)
         yield fd
         if StatKey.of(os.fstat(fd)) != StatKey.of(before):
