@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ralbuild.contract.tarball import WEIGHTS_MTIME
 from ralbuild.digests import default_cache
 from ralbuild.report import Report, format_bytes
 from ralbuild.weights.findings import FoundError
@@ -21,8 +22,8 @@ from ralbuild.weights.scan import Order, ScannedModel, Verdict, verify_folder
 if TYPE_CHECKING:
     from ralbuild.signing import PublicKey
 
-LAYER_MTIME = 0
-"""Seconds since 1970 of every entry: a commit date here would change every weight layer's digest."""
+LAYER_MTIME = WEIGHTS_MTIME
+"""Seconds since 1970 of every entry: a commit date here would change every layer's digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,14 @@ class Checks:
         strict: a warning is an error.
         ignored: ids of findings that do not count.
         signature_key: PEM file of the publisher's key; None leaves a signature unchecked.
+        own_digests: compute the SHA-256 of every weight file, besides that of its layer.
     """
 
     rehash: bool = False
     strict: bool = False
     ignored: frozenset[str] = frozenset()
     signature_key: Path | None = None
+    own_digests: bool = False
 
 
 def verify_model(folder: Path, report: Report, checks: Checks, memo: Memo | None = None) -> ScannedModel:
@@ -79,6 +82,7 @@ def check_model(
         ignored=checks.ignored,
         key=_signature_key(checks.signature_key),
         memo=None if checks.rehash else memo,
+        own_digests=checks.own_digests,
     )
     with report.stage("verify") as stage:
         progress = partial(report.progress, unit="B")

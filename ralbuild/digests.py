@@ -331,8 +331,8 @@ def scan_layer(
         witness = None if is_racy(key, started) else Witness(key, around)
         if witness is not None and len(verdict) <= _VERDICT_LIMIT:
             cache.put(file.path, purpose, key, values)
-        found = FileDigests(sha256, layer.hexdigest(), frame.size, verdict=verdict, purpose=purpose)
-        digests.append(replace(found, witness=witness))
+        item = FileDigests(sha256, layer.hexdigest(), frame.size, verdict=verdict, purpose=purpose)
+        digests.append(replace(item, witness=witness))
     return tuple(digests)
 
 

@@ -27,6 +27,7 @@ from ralbuild.report import Report, format_bytes
 from ralbuild.supply.sbom import spdx_name
 from ralbuild.supply.secrets import refuse_secrets
 from ralbuild.weights.card import read_license
+from ralbuild.weights.scan import ScannedModel
 
 
 def build_image(
@@ -39,7 +40,7 @@ def build_image(
         check_takes_companions(outputs)
     with open_registries(request.registry) as registries:
         compiled, plan, image = _make(request, outputs, report, registries)
-        image = _attest(image, tag, plan, request, report)
+        image = _attest(image, tag, plan, compiled.model, request, report)
         written = write_outputs(image, outputs, tag, report, registries)
     return compiled, image, written
 
@@ -139,7 +140,9 @@ def assemble(
     return plan, image
 
 
-def _attest(image: Image, tag: str, plan: ImagePlan, request: BuildRequest, report: Report) -> Image:
+def _attest(
+    image: Image, tag: str, plan: ImagePlan, model: ScannedModel, request: BuildRequest, report: Report
+) -> Image:
     """Return the image with the artifacts that were asked for beside it."""
     if not request.attest:
         return image
@@ -147,7 +150,8 @@ def _attest(image: Image, tag: str, plan: ImagePlan, request: BuildRequest, repo
 
     with report.stage("attest") as stage:
         place = plan.base.name if plan.base is not None else ""
-        image = attest_image(image, files_to_be(plan), request.attest, place or "--base")
+        read_file = files_to_be(plan)
+        image = attest_image(image, read_file, request.attest, place or "--base", model.weight_digests)
         stage.summary = str(request.attest)
     if not tag:
         report.note("skopeo and podman need a name to tell the image from what lies beside it: --tag")
