@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import socket
 import subprocess
+import tarfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -171,7 +173,11 @@ def test_resharded_weights_are_the_same_tensors_and_the_index_says_where(
     objects = tmp_path / "b/rootfs/opt/ral/bundle/objects"
     manifest = json.loads((objects / bundle["manifest"]["sha256"]).read_text())
     for item in manifest["weights"]:
-        assert hashlib.sha256((models / item["path"]).read_bytes()).hexdigest() == item["sha256"]
+        data = (tmp_path / "l/blobs/sha256" / item["sha256"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == item["sha256"]
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            found = {f"models/{file['path']}": file["size"] for file in item["files"]}
+            assert {member.name: member.size for member in tar if member.isfile()} == found
 
 
 @pytest.mark.parametrize(
