@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ralbuild.contract.tarball import WEIGHTS_MTIME
-from ralbuild.digests import default_cache
+from ralbuild.digests import LayerCopies, default_cache
 from ralbuild.report import Report, format_bytes
 from ralbuild.weights.findings import FoundError
 from ralbuild.weights.memo import Memo
@@ -45,7 +45,13 @@ class Checks:
     own_digests: bool = False
 
 
-def verify_model(folder: Path, report: Report, checks: Checks, memo: Memo | None = None) -> ScannedModel:
+def verify_model(
+    folder: Path,
+    report: Report,
+    checks: Checks,
+    memo: Memo | None = None,
+    copies: LayerCopies | None = None,
+) -> ScannedModel:
     """Check and hash a model folder.
 
     Args:
@@ -53,12 +59,13 @@ def verify_model(folder: Path, report: Report, checks: Checks, memo: Memo | None
         report: for progress.
         checks: how strict; ``rehash`` also ignores ``memo``.
         memo: remembers what the same tokenizer came to before.
+        copies: takes the weight layers' bytes in the read that hashes them.
 
     Raises:
         FoundError: with every finding, when there is one that keeps it from being an image. Weights are
             not read once one is known.
     """
-    verdict = check_model(folder, report, checks, memo, fail_fast=True)
+    verdict = check_model(folder, report, checks, memo, copies, fail_fast=True)
     if not verdict.passed(strict=checks.strict):
         raise FoundError(verdict.findings, strict=checks.strict)
     if verdict.model is None:  # what was ignored leaves nothing to build from
@@ -72,7 +79,13 @@ def verify_model(folder: Path, report: Report, checks: Checks, memo: Memo | None
 
 
 def check_model(
-    folder: Path, report: Report, checks: Checks, memo: Memo | None = None, *, fail_fast: bool = False
+    folder: Path,
+    report: Report,
+    checks: Checks,
+    memo: Memo | None = None,
+    copies: LayerCopies | None = None,
+    *,
+    fail_fast: bool = False,
 ) -> Verdict:
     """Run every check of a model folder; ``fail_fast`` stops before weights are read for nothing."""
     order = Order(
@@ -83,6 +96,7 @@ def check_model(
         key=_signature_key(checks.signature_key),
         memo=None if checks.rehash else memo,
         own_digests=checks.own_digests,
+        copies=copies,
     )
     with report.stage("verify") as stage:
         progress = partial(report.progress, unit="B")

@@ -22,14 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ralbuild.contract.codec import FormatError, canonical_json, from_plain, parse_json, sha256_hex, to_plain
 from ralbuild.contract.tarball import PACKING, WeightLayer
 from ralbuild.errors import WeightsError
-
-if TYPE_CHECKING:
-    from hashlib import _Hash as Hash
 
 CHUNK = 1 << 20
 """Bytes per read; two such buffers are all the memory that a scan takes."""
@@ -56,6 +53,23 @@ class Observer(Protocol):
 
     def verdict(self) -> str:
         """Return the result as text, once the last byte was fed."""
+
+
+class LayerCopy(Protocol):
+    """Takes a layer's bytes in their order, as they are hashed; it does not fail."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Take the next bytes; the memory is only valid during the call."""
+
+    def close(self, sha256: str) -> None:
+        """Take the digest of all that was written, or an empty text when it is not a layer after all."""
+
+
+class LayerCopies(Protocol):
+    """Where layers are copied to in the read that hashes them."""
+
+    def open(self, source: Path, size: int) -> LayerCopy | None:
+        """Begin a layer of about ``size`` bytes, of ``source`` and its like; None when it is not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +303,7 @@ def scan_layer(
     progress: Callable[[int], None] | None = None,
     *,
     rehash: bool = False,
+    copies: LayerCopies | None = None,
 ) -> tuple[FileDigests, ...]:
     """Return the digests of weight files that share a layer, reading each at most once.
 
@@ -298,6 +313,7 @@ def scan_layer(
         mtime: time of the layer's entries, in seconds since 1970.
         progress: called with the number of bytes of each step; a cache hit counts as one step.
         rehash: read the files even when the cache knows them.
+        copies: takes the layer's bytes when they are read.
 
     Raises:
         WeightsError: when one cannot be read, is not a regular file, or changes meanwhile; its place is
@@ -316,14 +332,40 @@ def scan_layer(
             for file in files:
                 report(file.path.stat().st_size)
             return found
-    layer, frame = hashlib.sha256(), _Frame(mtime)
-    read = [_read_once(file, layer, frame, report) for file in files]
-    layer.update(frame.end())
+    layer, frame = _Layer(_begin_copy(files, copies)), _Frame(mtime)
+    try:
+        read = [_read_once(file, layer, frame, report) for file in files]
+        layer.update(frame.end())
+    except BaseException:
+        layer.close(good=False)
+        raise
+    layer.close(good=True)
+    return _remember(files, purposes, read, layer.digest.hexdigest(), frame, cache)
+
+
+def _begin_copy(files: Sequence[LayerFile], copies: LayerCopies | None) -> LayerCopy | None:
+    if copies is None:
+        return None
+    try:
+        return copies.open(files[0].path, sum(file.path.stat().st_size for file in files))
+    except OSError:
+        return None  # the read says what is wrong
+
+
+def _remember(
+    files: Sequence[LayerFile],
+    purposes: Sequence[str],
+    read: Sequence[tuple[StatKey, int, str]],
+    layer_sha256: str,
+    frame: _Frame,
+    cache: DigestCache,
+) -> tuple[FileDigests, ...]:
+    """Return what was found of the files, and keep it for the next run where that is safe."""
     around = frame.digest.hexdigest()
     digests = []
     for file, purpose, (key, started, sha256) in zip(files, purposes, read, strict=True):
         verdict = file.observer.verdict() if file.observer is not None else ""
-        values = {"layer_sha256": layer.hexdigest(), "layer_size": str(frame.size)}
+        values = {"layer_sha256": layer_sha256, "layer_size": str(frame.size)}
         if file.own:
             values["sha256"] = sha256
         if file.observer is not None:
@@ -331,9 +373,27 @@ def scan_layer(
         witness = None if is_racy(key, started) else Witness(key, around)
         if witness is not None and len(verdict) <= _VERDICT_LIMIT:
             cache.put(file.path, purpose, key, values)
-        item = FileDigests(sha256, layer.hexdigest(), frame.size, verdict=verdict, purpose=purpose)
+        item = FileDigests(sha256, layer_sha256, frame.size, verdict=verdict, purpose=purpose)
         digests.append(replace(item, witness=witness))
     return tuple(digests)
+
+
+class _Layer:
+    """The hash of a layer, and the copy of what is hashed."""
+
+    def __init__(self, copy: LayerCopy | None) -> None:
+        self.digest = hashlib.sha256()
+        self.copy = copy
+
+    def update(self, data: bytes) -> None:
+        """Take what lies around the files."""
+        self.digest.update(data)
+        if self.copy is not None:
+            self.copy.write(data)
+
+    def close(self, *, good: bool) -> None:
+        if self.copy is not None:
+            self.copy.close(self.digest.hexdigest() if good else "")
 
 
 class _Frame(WeightLayer):
@@ -377,7 +437,7 @@ def _remembered(file: LayerFile, cache: DigestCache, purpose: str) -> FileDigest
 
 
 def _read_once(
-    file: LayerFile, layer: Hash, frame: WeightLayer, report: Callable[[int], None]
+    file: LayerFile, layer: _Layer, frame: WeightLayer, report: Callable[[int], None]
 ) -> tuple[StatKey, int, str]:
     """Read a file into the layer's hash; return its state, the time before, and its own SHA-256 if asked."""
     started = time.time_ns()
@@ -397,10 +457,11 @@ def _read_once(
     return key, started, sha256
 
 
-def _hash_through(fd: int, size: int, layer: Hash, report: Callable[[int], None], file: LayerFile) -> str:
+def _hash_through(fd: int, size: int, layer: _Layer, report: Callable[[int], None], file: LayerFile) -> str:
     """Feed every byte to the layer's hash in this thread (hashlib releases the GIL), and to what else looks.
 
-    The file's own hash and the observer run in a helper, while the bytes are still in the processor's cache.
+    All else runs in a helper, while the bytes are still in the processor's cache: the copy, the file's own
+    hash and the observer.
     """
     whole = hashlib.sha256() if file.own else None
     buffers = (memoryview(bytearray(CHUNK)), memoryview(bytearray(CHUNK)))
@@ -408,6 +469,8 @@ def _hash_through(fd: int, size: int, layer: Hash, report: Callable[[int], None]
     done = turn = 0
 
     def help_with(chunk: memoryview) -> None:
+        if layer.copy is not None:
+            layer.copy.write(chunk)
         if whole is not None:
             whole.update(chunk)
         if file.observer is not None:
@@ -422,7 +485,7 @@ def _hash_through(fd: int, size: int, layer: Hash, report: Callable[[int], None]
             if pending is not None:
                 pending.result()  # the other buffer is free for the next read
             pending = helper.submit(help_with, buffer[:count])
-            layer.update(buffer[:count])
+            layer.digest.update(buffer[:count])
             done += count
             turn ^= 1
             report(count)

@@ -181,6 +181,7 @@ def test_resharded_weights_are_the_same_tensors_and_the_index_says_where(
             found = {member.name: member.size for member in tar if member.isfile()}
         assert found == {f"models/{file['path']}": file["size"] for file in item["files"]}
 
+
 @pytest.mark.parametrize(
     ("arguments", "code", "wording"),
     [

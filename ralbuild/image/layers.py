@@ -14,12 +14,12 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from ralbuild.contract.codec import sha256_hex
-from ralbuild.digests import CHUNK
+from ralbuild.digests import CHUNK, StatKey
 from ralbuild.errors import ImageError
 from ralbuild.image.disk import changed, unchanging
 from ralbuild.image.plan import BaseLayer, HostFile, LayerDigest, LayerPlan, RemoteBlob
@@ -56,15 +56,25 @@ class WrongLayerError(ImageError):
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """A file with a layer's very bytes, that this run wrote as it hashed them, and its state since then."""
+
+    path: Path
+    state: StatKey
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """How to produce a blob: its name for messages, its segments in order, its size in bytes.
 
-    ``blob`` is a file of another layout that holds exactly these bytes under their digest already.
+    ``blob`` is a file of another layout that holds exactly these bytes under their digest already;
+    ``ready`` is one that the first who wants it may move away.
     """
 
     name: str
     segments: tuple[Segment, ...]
     blob: Path | None = None
+    ready: Ready | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ralbuild.checking import LAYER_MTIME
+from ralbuild.digests import LayerCopies
 from ralbuild.errors import UsageError
+from ralbuild.image.ahead import writing_ahead
 from ralbuild.image.assemble import Image, assemble_image
 from ralbuild.image.base import ensure_base, interpreter_layer
 from ralbuild.image.bases import LayoutBase, open_base
@@ -38,9 +40,12 @@ def build_image(
     request.attest.check_outputs(outputs)
     if request.volume or request.modelpack:
         check_takes_companions(outputs)
-    with open_registries(request.registry) as registries:
-        compiled, plan, image = _make(request, outputs, report, registries)
+    # What `--reshard` makes is no layer that the check of the model reads.
+    early = writing_ahead(outputs if not request.reshard else ())
+    with open_registries(request.registry) as registries, early as ahead:
+        compiled, plan, image = _make(request, outputs, report, registries, ahead)
         image = _attest(image, tag, plan, compiled.model, request, report)
+        image = ahead.hand_over(image) if ahead is not None else image
         written = write_outputs(image, outputs, tag, report, registries)
     return compiled, image, written
 
@@ -59,11 +64,15 @@ def plan_only(
 
 
 def _make(
-    request: BuildRequest, outputs: tuple[Output, ...], report: Report, registries: Registries
+    request: BuildRequest,
+    outputs: tuple[Output, ...],
+    report: Report,
+    registries: Registries,
+    copies: LayerCopies | None = None,
 ) -> tuple[Compiled, ImagePlan, Image]:
     """Verify, fold, compile, prove and plan: all that comes before writing."""
     _check_caps(request, outputs, registries)
-    compiled = compile_model(request, report)
+    compiled = compile_model(request, report, copies)
     proof = prove_kernels(request, compiled, report)
     plan, image = assemble(request, compiled, report, registries, proof)
     return compiled, plan, image

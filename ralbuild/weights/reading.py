@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ralbuild.contract.manifest import PackedWeights, WeightEntry
 from ralbuild.contract.tarball import bundles
-from ralbuild.digests import DigestCache, FileDigests, FileRange, LayerFile, scan_layer
+from ralbuild.digests import DigestCache, FileDigests, FileRange, LayerCopies, LayerFile, scan_layer
 from ralbuild.errors import WeightsError
 from ralbuild.weights.families import Family
 from ralbuild.weights.files import promised_sha256
@@ -67,7 +67,7 @@ class Reading:
         files: by name, in the order of the findings.
         family: whose exemptions hold; None for an unknown one.
         tied: tensors whose digests are wanted, see `Reading.digests`.
-        cache, mtime, rehash: as of `ralbuild.digests.scan_layer`.
+        cache, mtime, rehash, copies: as of `ralbuild.digests.scan_layer`.
         own: compute every file's own digest; that of a blob named after its digest is computed anyhow.
         progress: called with bytes done and bytes in all.
         fail_fast: stop at the first file with an error.
@@ -88,6 +88,7 @@ class Reading:
         *,
         rehash: bool,
         own: bool,
+        copies: LayerCopies | None,
         fail_fast: bool,
         findings: Findings,
     ) -> None:
@@ -100,6 +101,7 @@ class Reading:
         self._progress = progress
         self._rehash = rehash
         self._own = own
+        self._copies = copies
         self._fail_fast = fail_fast
         self._findings = findings
         self._total = sum(item.header.file_size for item in files.values())
@@ -139,7 +141,9 @@ class Reading:
             for name, path in ((name, self._files[name].path) for name in names)
         ]
         try:
-            digests = scan_layer(files, self._cache, self._mtime, self._step, rehash=self._rehash)
+            digests = scan_layer(
+                files, self._cache, self._mtime, self._step, rehash=self._rehash, copies=self._copies
+            )
         except _StoppedError:
             return [None] * len(names)
         except WeightsError as error:

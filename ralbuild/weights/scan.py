@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ralbuild.contract.codec import sha256_hex
 from ralbuild.contract.manifest import ModelFile, ModelManifest
 from ralbuild.contract.vocab import write_vocab
-from ralbuild.digests import DigestCache
+from ralbuild.digests import DigestCache, LayerCopies
 from ralbuild.weights import architecture, dialect, hooks, layout, quantised, signature, special
 from ralbuild.weights.families import Family, families
 from ralbuild.weights.files import SHIPPED_FILES, Folder, open_folder, read_json, read_small
@@ -41,6 +41,7 @@ class Order:
         key: of the publisher, to check ``model.sig`` with.
         memo: remembers what the same tokenizer and template came to before; None works it out.
         own_digests: compute the SHA-256 of every weight file, besides that of its layer.
+        copies: takes the weight layers' bytes in the read that hashes them; None copies nothing.
     """
 
     rehash: bool = False
@@ -50,6 +51,7 @@ class Order:
     key: PublicKey | None = None
     memo: Memo | None = None
     own_digests: bool = False
+    copies: LayerCopies | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +300,7 @@ class _Check:
             progress,
             rehash=order.rehash,
             own=own,
+            copies=order.copies,
             fail_fast=order.fail_fast,
             findings=self.findings,
         )
