@@ -310,7 +310,7 @@ def test_a_file_that_changes_while_it_is_copied_fails_by_name(
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files are older than the racy rule minds."""
-    monkeypatch.setattr("ralbuild.digests.is_racy", lambda *_: False)
+    monkeypatch.setattr("ralbuild.digests.scan.is_racy", lambda *_: False)
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_a_remembered_layer_is_not_read_and_one_changed_neighbour_reads_all_of_i
         group[-1].write_bytes(path.read_bytes())
         os.utime(group[-1], (1e9, 1e9))
     files = [LayerFile(path, path.name) for path in group]
-    import ralbuild.digests as digests
+    from ralbuild.digests import scan as digests
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digests, "is_racy", lambda *_: False)
@@ -218,7 +218,7 @@ def test_resharded_layers_are_remembered(tmp_path: Path, monkeypatch: pytest.Mon
 
     write_model(tmp_path / "model", shards=2)
     cache = DigestCache(tmp_path / "cache")
-    monkeypatch.setattr("ralbuild.digests.is_racy", lambda *_: False)
+    monkeypatch.setattr("ralbuild.digests.scan.is_racy", lambda *_: False)
     monkeypatch.setattr(module, "is_racy", lambda *_: False)
     model = scanned(tmp_path / "model", cache)
     first = reshard(model, 24_000, cache, 0)
