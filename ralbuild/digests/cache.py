@@ -14,8 +14,8 @@ import os
 import pwd
 import stat
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ralbuild.contract.codec import FormatError, canonical_json, from_plain, parse_json, sha256_hex, to_plain
@@ -94,6 +94,18 @@ class DigestCache:
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+
+    @contextlib.contextmanager
+    def across_a_link(self, path: Path, purpose: str) -> Iterator[None]:
+        """Keep what is remembered of ``path`` while the caller gives it another name, and so another ctime."""
+        before = StatKey.of(path.stat())
+        values = self.get(path, purpose, before)
+        yield
+        after = StatKey.of(path.stat())
+        # A write would show in the mtime, which is long ago and stays the same.
+        same = after == replace(before, ctime_ns=after.ctime_ns)
+        if values is not None and same and abs(after.mtime_ns - after.ctime_ns) > RACY_NS:
+            self.put(path, purpose, after, values)
 
     def forget(self, path: Path, purpose: str) -> None:
         """Drop what is remembered for ``path``."""

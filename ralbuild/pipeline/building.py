@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ralbuild.checking import LAYER_MTIME
-from ralbuild.digests import LayerCopies
+from ralbuild.digests import LayerCopies, default_cache
 from ralbuild.errors import UsageError
 from ralbuild.image.ahead import writing_ahead
 from ralbuild.image.assemble import Image, assemble_image
@@ -95,7 +95,7 @@ def render_context(request: BuildRequest, out: Path, report: Report) -> Path:
     from ralbuild.image.context import write_context
 
     with report.stage("render") as stage:
-        count = write_context(plan, out)
+        count = write_context(plan, out, default_cache())
         stage.summary = f"{count} files"
     return out
 
