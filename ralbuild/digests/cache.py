@@ -97,7 +97,7 @@ class DigestCache:
 
     @contextlib.contextmanager
     def across_a_link(self, path: Path, purpose: str) -> Iterator[None]:
-        """Keep what is remembered of ``path`` while the caller gives it another name, and so another ctime."""
+        """Keep what is remembered of ``path`` while the caller gives it another name and ctime."""
         before = StatKey.of(path.stat())
         values = self.get(path, purpose, before)
         yield
