@@ -147,6 +147,7 @@ def scan_layer(
     *,
     rehash: bool = False,
     copies: LayerCopies | None = None,
+    is_idle: Callable[[], bool] = lambda: True,
 ) -> tuple[FileDigests, ...]:
     """Return the digests of weight files that share a layer, reading each at most once.
 
@@ -157,6 +158,7 @@ def scan_layer(
         progress: called with the number of bytes of each step; a cache hit counts as one step.
         rehash: read the files even when the cache knows them.
         copies: takes the layer's bytes when they are read.
+        is_idle: tells whether there is a processor for a second thread; asked for each step.
 
     Raises:
         WeightsError: when one cannot be read, is not a regular file, or changes meanwhile; its place is
@@ -177,7 +179,7 @@ def scan_layer(
             return found
     layer, frame = _Layer(_begin_copy(files, copies)), _Frame(mtime)
     try:
-        read = [_read_once(file, layer, frame, report) for file in files]
+        read = [_read_once(file, layer, frame, report, is_idle) for file in files]
         layer.update(frame.end())
     except BaseException:
         layer.close(good=False)
@@ -280,7 +282,11 @@ def _remembered(file: LayerFile, cache: DigestCache, purpose: str) -> FileDigest
 
 
 def _read_once(
-    file: LayerFile, layer: _Layer, frame: WeightLayer, report: Callable[[int], None]
+    file: LayerFile,
+    layer: _Layer,
+    frame: WeightLayer,
+    report: Callable[[int], None],
+    is_idle: Callable[[], bool],
 ) -> tuple[StatKey, int, str]:
     """Read a file into the layer's hash; return its state, the time before, and its own SHA-256 if asked."""
     started = time.time_ns()
@@ -290,7 +296,7 @@ def _read_once(
             key = StatKey.of(os.fstat(fd))
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             layer.update(frame.start(file.name, key.size))
-            sha256 = _hash_through(fd, key.size, layer, report, file)
+            sha256 = _hash_through(fd, key.size, layer, report, file, is_idle)
             if StatKey.of(os.fstat(fd)) != key:
                 raise WeightsError(
                     "changed while it was read", place=str(file.path), hint="build from files at rest"
@@ -300,18 +306,26 @@ def _read_once(
     return key, started, sha256
 
 
-def _hash_through(fd: int, size: int, layer: _Layer, report: Callable[[int], None], file: LayerFile) -> str:
+def _hash_through(
+    fd: int,
+    size: int,
+    layer: _Layer,
+    report: Callable[[int], None],
+    file: LayerFile,
+    is_idle: Callable[[], bool],
+) -> str:
     """Feed every byte to the layer's hash in this thread (hashlib releases the GIL), and to what else looks.
 
-    All else runs in a helper, while the bytes are still in the processor's cache: the copy, the file's own
-    hash and the observer.
+    All else (the copy, the file's own hash, the observer) is done while the bytes are still in the
+    processor's cache: by a helper where a processor is idle, else after the hash, for handing a megabyte
+    from thread to thread costs more than it gains there.
     """
     whole = hashlib.sha256() if file.own else None
     buffers = (memoryview(bytearray(CHUNK)), memoryview(bytearray(CHUNK)))
     pending: Future[None] | None = None
     done = turn = 0
 
-    def help_with(chunk: memoryview) -> None:
+    def look(chunk: memoryview) -> None:
         if layer.copy is not None:
             layer.copy.write(chunk)
         if whole is not None:
@@ -327,8 +341,10 @@ def _hash_through(fd: int, size: int, layer: _Layer, report: Callable[[int], Non
                 break  # shorter than it was; the caller sees the changed state
             if pending is not None:
                 pending.result()  # the other buffer is free for the next read
-            pending = helper.submit(help_with, buffer[:count])
+            pending = helper.submit(look, buffer[:count]) if is_idle() else None
             layer.digest.update(buffer[:count])
+            if pending is None:
+                look(buffer[:count])
             done += count
             turn ^= 1
             report(count)

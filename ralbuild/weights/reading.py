@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,12 +107,15 @@ class Reading:
         self._findings = findings
         self._total = sum(item.header.file_size for item in files.values())
         self._done = 0
+        self._active = 0
+        self._jobs = 1
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
     def run(self, jobs: int) -> tuple[WeightShard, ...]:
         """Read every file; findings are recorded in the order of the names, whichever ends first."""
-        with ThreadPoolExecutor(max(1, jobs)) as pool:
+        self._jobs = max(1, jobs)
+        with ThreadPoolExecutor(self._jobs) as pool:
             try:
                 names = tuple(self._files)
                 layers = [names[part.start : part.stop] for part in bundles(len(names))]
@@ -141,9 +145,16 @@ class Reading:
             for name, path in ((name, self._files[name].path) for name in names)
         ]
         try:
-            digests = scan_layer(
-                files, self._cache, self._mtime, self._step, rehash=self._rehash, copies=self._copies
-            )
+            with self._reader():
+                digests = scan_layer(
+                    files,
+                    self._cache,
+                    self._mtime,
+                    self._step,
+                    rehash=self._rehash,
+                    copies=self._copies,
+                    is_idle=lambda: self._active < self._jobs,
+                )
         except _StoppedError:
             return [None] * len(names)
         except WeightsError as error:
@@ -156,6 +167,16 @@ class Reading:
             if trial.failed:
                 self._stop.set()
         return list(digests)
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[None]:
+        with self._lock:
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active -= 1
 
     def _observer(self, name: str) -> ValueScan:
         header = self._files[name].header
