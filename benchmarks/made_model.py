@@ -74,7 +74,6 @@ def remember_digests(folder: Path, cache: DigestCache) -> dict[str, int]:
         frame.end()
         digest = sha256_hex(str(path).encode())
         values = {
-            "sha256": digest,
             "layer_sha256": digest,
             "layer_size": str(frame.size),
             "observer": KIND,

@@ -57,7 +57,7 @@ def read_all(paths: list[Path], jobs: int) -> int:
         header = read_header(path, path.name, Findings())
         if header is None:
             raise SystemExit(f"{path} is not a safetensors file")
-        digests = scan_file(path, DigestCache(None), 0, observer=ValueScan(header))
+        digests = scan_file(path, DigestCache(None), 0, observer=ValueScan(header), own=True)
         verdict = read_verdict(digests.verdict, header)
         return len(verdict.faults) + verdict.more if verdict else 0
 

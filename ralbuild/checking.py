@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ralbuild.digests import default_cache
+from ralbuild.contract.tarball import WEIGHTS_MTIME
+from ralbuild.digests import LayerCopies, default_cache
 from ralbuild.report import Report, format_bytes
 from ralbuild.weights.findings import FoundError
 from ralbuild.weights.memo import Memo
@@ -21,8 +22,8 @@ from ralbuild.weights.scan import Order, ScannedModel, Verdict, verify_folder
 if TYPE_CHECKING:
     from ralbuild.signing import PublicKey
 
-LAYER_MTIME = 0
-"""Seconds since 1970 of every entry: a commit date here would change every weight layer's digest."""
+LAYER_MTIME = WEIGHTS_MTIME
+"""Seconds since 1970 of every entry: a commit date here would change every layer's digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,23 @@ class Checks:
         strict: a warning is an error.
         ignored: ids of findings that do not count.
         signature_key: PEM file of the publisher's key; None leaves a signature unchecked.
+        own_digests: compute the SHA-256 of every weight file, besides that of its layer.
     """
 
     rehash: bool = False
     strict: bool = False
     ignored: frozenset[str] = frozenset()
     signature_key: Path | None = None
+    own_digests: bool = False
 
 
-def verify_model(folder: Path, report: Report, checks: Checks, memo: Memo | None = None) -> ScannedModel:
+def verify_model(
+    folder: Path,
+    report: Report,
+    checks: Checks,
+    memo: Memo | None = None,
+    copies: LayerCopies | None = None,
+) -> ScannedModel:
     """Check and hash a model folder.
 
     Args:
@@ -50,12 +59,13 @@ def verify_model(folder: Path, report: Report, checks: Checks, memo: Memo | None
         report: for progress.
         checks: how strict; ``rehash`` also ignores ``memo``.
         memo: remembers what the same tokenizer came to before.
+        copies: takes the weight layers' bytes in the read that hashes them.
 
     Raises:
         FoundError: with every finding, when there is one that keeps it from being an image. Weights are
             not read once one is known.
     """
-    verdict = check_model(folder, report, checks, memo, fail_fast=True)
+    verdict = check_model(folder, report, checks, memo, copies, fail_fast=True)
     if not verdict.passed(strict=checks.strict):
         raise FoundError(verdict.findings, strict=checks.strict)
     if verdict.model is None:  # what was ignored leaves nothing to build from
@@ -69,7 +79,13 @@ def verify_model(folder: Path, report: Report, checks: Checks, memo: Memo | None
 
 
 def check_model(
-    folder: Path, report: Report, checks: Checks, memo: Memo | None = None, *, fail_fast: bool = False
+    folder: Path,
+    report: Report,
+    checks: Checks,
+    memo: Memo | None = None,
+    copies: LayerCopies | None = None,
+    *,
+    fail_fast: bool = False,
 ) -> Verdict:
     """Run every check of a model folder; ``fail_fast`` stops before weights are read for nothing."""
     order = Order(
@@ -79,6 +95,8 @@ def check_model(
         ignored=checks.ignored,
         key=_signature_key(checks.signature_key),
         memo=None if checks.rehash else memo,
+        own_digests=checks.own_digests,
+        copies=copies,
     )
     with report.stage("verify") as stage:
         progress = partial(report.progress, unit="B")

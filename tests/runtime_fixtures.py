@@ -39,7 +39,8 @@ from ralbuild.contract.bundle import (
     write_bundle,
 )
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
-from ralbuild.contract.manifest import ModelFile, ModelManifest
+from ralbuild.contract.manifest import ModelFile, ModelManifest, PackedWeights, WeightEntry
+from ralbuild.contract.tarball import WeightLayer
 from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT, STATE_BITS, Front, write_transducer
 from ralbuild.contract.vocab import write_vocab
 from ralbuild.fold.routes import RoutePatterns
@@ -363,7 +364,7 @@ def _manifest(model: Path, tokenizer_size: int) -> ModelManifest:
         dtype="F32",
         parameters=parameters,
         tensors=count,
-        weights=tuple(_model_file(path) for path in weights),
+        weights=tuple(_packed(path) for path in weights),
         files=tuple(_model_file(model / name) for name in sorted(names) if (model / name).exists()),
         vocab_size=config["vocab_size"],
         tokenizer_size=tokenizer_size,
@@ -371,6 +372,13 @@ def _manifest(model: Path, tokenizer_size: int) -> ModelManifest:
         eos_token_ids=tuple(sorted(eos)) if isinstance(eos, list) else (eos,),
         max_positions=int(config.get("max_position_embeddings") or config.get("n_positions") or 0),
     )
+
+
+def _packed(path: Path) -> PackedWeights:
+    """Return a weight file by the digest of its layer's tar."""
+    data, frame = path.read_bytes(), WeightLayer(0)
+    tar = frame.start(path.name, len(data)) + data + frame.end()
+    return PackedWeights(sha256_hex(tar), (WeightEntry(path.name, len(data)),))
 
 
 def _model_file(path: Path) -> ModelFile:

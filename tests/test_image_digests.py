@@ -14,10 +14,23 @@ from types import SimpleNamespace
 
 import pytest
 
+from ralbuild.contract.manifest import PackedWeights, WeightEntry
 from ralbuild.contract.tarball import END, padding, weight_layer_header
-from ralbuild.digests import DigestCache, FileDigests, StatKey, default_cache, is_racy, scan_file
+from ralbuild.digests import (
+    DigestCache,
+    FileDigests,
+    LayerFile,
+    StatKey,
+    default_cache,
+    is_racy,
+    scan_file,
+    scan_layer,
+)
 from ralbuild.errors import HostError, WeightsError
 from ralbuild.image.base.files import cache_dir, exclusive
+from ralbuild.image.layers import layer_recipe, recipe_chunks
+from ralbuild.image.own_digests import OwnDigests
+from ralbuild.image.plan import HostFile, bundled_layer
 
 SECOND = 1_000_000_000
 
@@ -49,7 +62,37 @@ def bytes_read() -> int:
 def test_the_file_digest_is_that_of_hashlib(weights: Path, cache: DigestCache) -> None:
     with weights.open("rb") as file:
         expected = hashlib.file_digest(file, "sha256").hexdigest()
-    assert scan_file(weights, cache, 0).sha256 == expected
+    assert scan_file(weights, cache, 0, own=True).sha256 == expected
+    assert scan_file(weights, cache, 0).sha256 == "", "a hash that nobody asked for"
+
+
+@pytest.mark.usefixtures("later")
+def test_a_digest_that_was_not_asked_for_before_is_computed_when_it_is(
+    weights: Path, cache: DigestCache
+) -> None:
+    first = scan_file(weights, cache, 0)
+    both = scan_file(weights, cache, 0, own=True)
+    assert not both.cached
+    assert both.layer_sha256 == first.layer_sha256
+    assert both.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert scan_file(weights, cache, 0, own=True) == both
+    assert scan_file(weights, cache, 0, own=True).cached
+    assert scan_file(weights, cache, 0).cached
+
+
+@pytest.mark.usefixtures("later")
+def test_only_what_this_run_has_read_at_rest_has_a_witness(weights: Path, cache: DigestCache) -> None:
+    first, second = scan_file(weights, cache, 0), scan_file(weights, cache, 0)
+    assert first.witness is not None
+    assert first.witness.state == StatKey.of(weights.stat())
+    frame = weight_layer_header(weights.name, weights.stat().st_size, 0)
+    frame += padding(weights.stat().st_size) + END
+    assert first.witness.frame == hashlib.sha256(frame).hexdigest()
+    assert second.witness is None
+
+
+def test_a_file_that_was_just_written_has_no_witness(weights: Path) -> None:
+    assert scan_file(weights, DigestCache(None), 0).witness is None
 
 
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 1 << 20, (1 << 20) + 1, 3 << 20])
@@ -69,6 +112,24 @@ def test_the_layer_digest_is_that_of_a_tar_with_the_file(tmp_path: Path, size: i
         data = tar.extractfile(file)
         assert data is not None
         assert data.read() == path.read_bytes()
+
+
+@pytest.mark.parametrize("step", [1000, 4096, 1 << 20])
+def test_a_weight_file_is_hashed_alone_while_its_layer_goes_by(tmp_path: Path, step: int) -> None:
+    sizes = {"a.safetensors": 100_001, "b.safetensors": 0, "c.safetensors": 512, "d.safetensors": 4096}
+    data = {name: os.urandom(size) for name, size in sizes.items()}
+    for name, content in data.items():
+        (tmp_path / name).write_bytes(content)
+    files = [LayerFile(tmp_path / name, name) for name in data]
+    entries = [(name, HostFile(tmp_path / name, len(content))) for name, content in data.items()]
+    digests = scan_layer(files, DigestCache(None), 0)
+    tar = b"".join(map(bytes, recipe_chunks(layer_recipe(bundled_layer(entries, digests[0]), 0))))
+    assert hashlib.sha256(tar).hexdigest() == digests[0].layer_sha256
+    packed = PackedWeights(digests[0].layer_sha256, tuple(WeightEntry(*item) for item in sizes.items()))
+    own = OwnDigests(packed)
+    for at in range(0, len(tar), step):
+        own.feed(tar[at : at + step])
+    assert own.digests == {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
 
 
 def test_each_byte_is_read_once(weights: Path, cache: DigestCache) -> None:
@@ -141,7 +202,7 @@ def test_a_changed_file_is_read_again(
 ) -> None:
     scan_file(weights, cache, 0)
     change(weights)
-    found = scan_file(weights, cache, 0)
+    found = scan_file(weights, cache, 0, own=True)
     assert not found.cached
     assert found.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
 

@@ -19,10 +19,18 @@ import pytest
 from image_cases import NOWHERE, root_layer, rules_layer, weight_layers, write_weights
 
 from ralbuild.contract.tarball import END, padding, weight_layer_header
+from ralbuild.digests import StatKey
 from ralbuild.errors import HostError, ImageError
 from ralbuild.image import disk, layers
 from ralbuild.image.disk import check_room, host_errors
-from ralbuild.image.layers import Recipe, append_layer, digest_layer, layer_recipe, recipe_chunks
+from ralbuild.image.layers import (
+    Recipe,
+    WrongLayerError,
+    append_layer,
+    digest_layer,
+    layer_recipe,
+    recipe_chunks,
+)
 from ralbuild.image.plan import DirEntry, Entry, FileEntry, HostFile, LayerDigest, LayerPlan, LinkEntry
 
 
@@ -294,6 +302,98 @@ def test_a_file_that_changes_while_it_is_copied_fails_by_name(
     with pytest.raises(ImageError, match="changed while the image was being built") as caught:
         write(layer, tmp_path / "out")
     assert str(shard) in str(caught.value)
+
+
+# Each byte is hashed once: what this run has read for its digest is copied without another hash
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are older than the racy rule minds."""
+    monkeypatch.setattr("ralbuild.digests.scan.is_racy", lambda *_: False)
+
+
+@pytest.fixture
+def no_second_hash(monkeypatch: pytest.MonkeyPatch, settled: None) -> None:
+    monkeypatch.setattr(layers, "_Follower", lambda *_: pytest.fail("hashed what arrived"))
+
+
+@pytest.mark.usefixtures("no_second_hash")
+def test_what_this_run_has_hashed_is_not_hashed_again_when_it_arrives(tmp_path: Path, shard: Path) -> None:
+    (layer,) = weight_layers([shard])
+    steps: list[int] = []
+    with (tmp_path / "out").open("w+b") as out:
+        append_layer(layer_recipe(layer, 0), out.fileno(), layer.known, steps.append)
+    assert hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest() == layer.known.sha256
+    assert sum(steps) == layer.known.size
+
+
+@pytest.mark.usefixtures("no_second_hash")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_file_that_this_run_has_hashed_must_stay_what_it_was(
+    tmp_path: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], late: bool
+) -> None:
+    (layer,) = weight_layers([shard])
+    copy = os.copy_file_range
+    if late:
+        monkeypatch.setattr(os, "copy_file_range", lambda *args: (change(shard), copy(*args))[1])
+    else:
+        change(shard)
+    with pytest.raises(ImageError, match="changed while the image was being built") as caught:
+        write(layer, tmp_path / "out")
+    assert str(shard) in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_second_hash")
+def test_a_file_that_takes_the_place_of_a_hashed_one_is_refused_whatever_its_times(
+    tmp_path: Path, shard: Path
+) -> None:
+    (layer,) = weight_layers([shard])
+    info, other = shard.stat(), tmp_path / "other"
+    other.write_bytes(bytes(info.st_size))
+    os.utime(other, ns=(info.st_atime_ns, info.st_mtime_ns))
+    other.replace(shard)
+    with pytest.raises(ImageError, match="replaced after it was hashed"):
+        write(layer, tmp_path / "out")
+
+
+def test_a_change_that_no_time_stamp_shows_is_found_in_a_file_that_was_just_written(
+    tmp_path: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The racy rule: two writes within one tick of the clock leave the same time stamps."""
+    key = StatKey.of(shard.stat())
+    monkeypatch.setattr(StatKey, "of", lambda _: key)
+    (layer,) = weight_layers([shard])
+    overwrite(shard)
+    with pytest.raises(WrongLayerError):
+        write(layer, tmp_path / "out")
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_layer_with_another_header_than_the_one_that_was_hashed_is_found(
+    tmp_path: Path, shard: Path
+) -> None:
+    (layer,) = weight_layers([shard])
+    assert layer.known is not None
+    with (tmp_path / "out").open("w+b") as out, pytest.raises(WrongLayerError):
+        append_layer(layer_recipe(layer, 1), out.fileno(), layer.known)
+
+
+@pytest.mark.usefixtures("settled")
+def test_where_the_kernel_stops_copying_the_bytes_are_hashed_as_they_arrive(
+    tmp_path: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (layer,) = weight_layers([shard])
+    assert layer.known is not None
+    monkeypatch.setattr(layers, "COPY_STEP", 1 << 20)
+    forbid_kernel_copy(monkeypatch, errno.EXDEV, 2)
+    steps: list[int] = []
+    (tmp_path / "out").write_bytes(b"before")
+    with (tmp_path / "out").open("r+b") as out:
+        append_layer(layer_recipe(layer, 0), out.fileno(), layer.known, steps.append)
+    assert (tmp_path / "out").read_bytes() == b"before" + layer_bytes(layer)
+    assert sum(steps) == layer.known.size
 
 
 def test_a_small_file_must_have_the_digest_that_was_verified(tmp_path: Path) -> None:

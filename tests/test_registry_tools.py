@@ -6,6 +6,7 @@ import hashlib
 import json
 import socket
 import subprocess
+import tarfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -170,8 +171,15 @@ def test_resharded_weights_are_the_same_tensors_and_the_index_says_where(
     bundle = json.loads((tmp_path / "b/rootfs/opt/ral/bundle/bundle.json").read_text())
     objects = tmp_path / "b/rootfs/opt/ral/bundle/objects"
     manifest = json.loads((objects / bundle["manifest"]["sha256"]).read_text())
-    for item in manifest["weights"]:
-        assert hashlib.sha256((models / item["path"]).read_bytes()).hexdigest() == item["sha256"]
+    blobs = tmp_path / "l/blobs/sha256"
+    entry = json.loads((tmp_path / "l/index.json").read_text())["manifests"][0]
+    image = json.loads((blobs / entry["digest"][7:]).read_text())
+    diff_ids = json.loads((blobs / image["config"]["digest"][7:]).read_text())["rootfs"]["diff_ids"]
+    for item in manifest["weights"]:  # skopeo has compressed the layers
+        layer = image["layers"][diff_ids.index(f"sha256:{item['sha256']}")]
+        with tarfile.open(blobs / layer["digest"][7:], "r:*") as tar:
+            found = {member.name: member.size for member in tar if member.isfile()}
+        assert found == {f"models/{file['path']}": file["size"] for file in item["files"]}
 
 
 @pytest.mark.parametrize(

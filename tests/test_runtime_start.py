@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +17,13 @@ from runtime_fixtures import Image, make_image, make_model, refused, running
 
 from ralbuild.contract import places
 from ralbuild.contract.bundle import Engine, Kernel, PatchStep, SelfTest
-from ralbuild.contract.manifest import ModelFile
-from ralbuild.runtime.errors import HostUnfitError
+from ralbuild.contract.manifest import PackedWeights, WeightEntry
+from ralbuild.digests import DigestCache, LayerFile, scan_layer
+from ralbuild.runtime.errors import HostUnfitError, ModelMismatchError
 from ralbuild.runtime.host import available_memory, usable_cpus
 from ralbuild.runtime.listening import bind
 from ralbuild.runtime.log import log_event
-from ralbuild.runtime.preflight import choose_hashed
+from ralbuild.runtime.preflight import choose_hashed, hash_weights
 from ralbuild.runtime.settings import read_settings
 
 
@@ -121,15 +124,40 @@ def test_large_weights_are_hashed_in_full_only_on_request(verify: str, size: int
     assert read_settings({"RAL_VERIFY": verify}).verification(size) == how
 
 
+def packed(number: int, size: int) -> PackedWeights:
+    return PackedWeights(f"{number:064x}", (WeightEntry(f"{number}.safetensors", size),))
+
+
 def test_sampling_hashes_at_least_one_file_and_over_time_every_file() -> None:
-    large = [ModelFile(f"{number}.safetensors", 5 << 30, "") for number in range(3)]
+    large = [packed(number, 5 << 30) for number in range(3)]
     drawn = [choose_hashed(large, "sampled") for _ in range(200)]
     assert {len(names) for names in drawn} == {1}
-    assert frozenset().union(*drawn) == {item.path for item in large}
-    small = [ModelFile(f"{number}.safetensors", 1 << 29, "") for number in range(6)]
+    assert frozenset().union(*drawn) == {item.sha256 for item in large}
+    small = [packed(number, 1 << 29) for number in range(6)]
     assert len(choose_hashed(small, "sampled")) == 4
-    assert choose_hashed(small, "full") == {item.path for item in small}
+    assert choose_hashed(small, "full") == {item.sha256 for item in small}
     assert choose_hashed(small, "off") == frozenset()
+
+
+@pytest.mark.parametrize("shared", [1, 3])
+def test_weights_are_held_to_the_layers_that_the_builder_hashed(tmp_path: Path, shared: int) -> None:
+    paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_bytes(os.urandom(5000 + number))
+    layers = []
+    for at in range(0, 3, shared):
+        group = [LayerFile(path, path.name) for path in paths[at : at + shared]]
+        digest = scan_layer(group, DigestCache(None), 0)[0].layer_sha256
+        entries = tuple(WeightEntry(item.name, item.path.stat().st_size) for item in group)
+        layers.append(PackedWeights(digest, entries))
+    checked: Any = SimpleNamespace(manifest=SimpleNamespace(weights=tuple(layers)), weights=tuple(paths))
+    chosen = choose_hashed(layers, "full")
+    hash_weights(checked, chosen)
+    flip(paths[1])
+    with pytest.raises(ModelMismatchError) as caught:
+        hash_weights(checked, chosen)
+    assert caught.value.place == ", ".join(map(str, paths if shared == 3 else paths[1:2]))
+    hash_weights(checked, chosen - {layers[1 // shared].sha256})
 
 
 @pytest.mark.parametrize(

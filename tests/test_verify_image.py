@@ -6,6 +6,7 @@ import base64
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from supply_cases import Work, artifacts, blob, build, index, make_key, ralbuild
 from ralbuild.contract.codec import canonical_json, sha256_hex
 from ralbuild.image.reader import open_image
 from ralbuild.signing import load_public_key
-from ralbuild.supply.verify_image import REQUIREMENTS, Check, verify_image
+from ralbuild.supply.layer_checks import Check
+from ralbuild.supply.verify_image import REQUIREMENTS, verify_image
 
 ALL = frozenset(REQUIREMENTS)
 
@@ -165,6 +167,48 @@ def test_a_changed_statement_is_not_believed(work: Work, layout: Path) -> None:
 def test_an_unsigned_bill_that_differs_from_the_signed_one_is_refused(work: Work, layout: Path) -> None:
     rewrite(layout, CYCLONEDX, lambda bill: bill["components"].pop())
     assert list(bad(layout, work.root / "sign.pub")) == ["sbom"]
+
+
+def weight_parts(bill: dict[str, Any]) -> list[dict[str, Any]]:
+    model = next(part for part in bill["components"] if part["bom-ref"] == "model")
+    return [part for part in model["components"] if part["name"].endswith(".safetensors")]
+
+
+def test_the_hash_of_a_weight_file_is_compared_with_the_bytes_in_its_layer(work: Work, layout: Path) -> None:
+    """The image names the file by its layer, so nothing but the bytes can tell."""
+
+    def another_hash(bill: dict[str, Any]) -> None:
+        weight_parts(bill)[1]["hashes"][0]["content"] = "ab" * 32
+
+    rewrite(layout, CYCLONEDX, another_hash)
+    found = bad(layout, work.root / "sign.pub")
+    assert list(found) == ["sbom"]
+    assert found["sbom"].endswith("the hash of model-00002-of-00002.safetensors")
+
+
+def test_a_bill_that_names_weight_files_by_their_layers_alone_is_taken(work: Work, layout: Path) -> None:
+    def no_hash(bill: dict[str, Any]) -> None:
+        for part in weight_parts(bill):
+            del part["hashes"]
+
+    rewrite(layout, CYCLONEDX, no_hash)
+    assert bad(layout, work.root / "sign.pub") == {}
+
+    def another_layer(bill: dict[str, Any]) -> None:
+        part = weight_parts(bill)[0]
+        next(i for i in part["properties"] if i["name"] == "ralbuild:layer")["value"] = f"sha256:{'0' * 64}"
+
+    rewrite(layout, CYCLONEDX, another_layer)
+    assert list(bad(layout, work.root / "sign.pub")) == ["sbom"]
+
+
+def test_an_image_without_a_weight_layer_that_its_model_names_is_refused(work: Work) -> None:
+    with open_image(work.layout, "team/tiny:1") as image:
+        gone = next(layer for layer in image.layers if layer.kind == "weights")
+        other = replace(image, layers=tuple(layer for layer in image.layers if layer is not gone))
+        checks = verify_image(other, (load_public_key(work.root / "sign.pub"),), ALL)
+    found = {check.name: check.detail for check in checks if not check.good}
+    assert gone.diff_id in found["weights"]
 
 
 def test_the_signature_of_another_image_is_none_of_this_one(work: Work, tmp_path: Path) -> None:

@@ -30,8 +30,9 @@ from ralbuild.weights.tokenizer import PROBE, read_vocabulary
 pytestmark = pytest.mark.usefixtures("one_worker_a_request")
 
 
-def scan(folder: Path, cache: DigestCache | None = None) -> ScannedModel:
-    return good(verify_folder(folder, cache or DigestCache(None), 0, lambda done, total: None))
+def scan(folder: Path, cache: DigestCache | None = None, *, own_digests: bool = False) -> ScannedModel:
+    order = Order(own_digests=own_digests)
+    return good(verify_folder(folder, cache or DigestCache(None), 0, lambda done, total: None, order))
 
 
 def good(verdict: Verdict) -> ScannedModel:
@@ -43,13 +44,15 @@ def good(verdict: Verdict) -> ScannedModel:
 def test_manifest_holds_the_digests_that_openssl_gives(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", shards=3)
     (folder / "README.md").write_text("x")
-    model = scan(folder)
-    assert [item.path for item in model.manifest.weights] == sorted(
-        p.name for p in folder.glob("*.safetensors")
-    )
-    for item in (*model.manifest.weights, *model.manifest.files):
-        assert item.sha256 == hashlib.sha256((folder / item.path).read_bytes()).hexdigest()
+    model = scan(folder, own_digests=True)
+    names = sorted(p.name for p in folder.glob("*.safetensors"))
+    assert [item.path for item in model.manifest.weight_files] == list(model.weight_digests) == names
+    digests = {item.path: item.sha256 for item in model.manifest.files} | model.weight_digests
+    for item in (*model.manifest.weight_files, *model.manifest.files):
+        assert digests[item.path] == hashlib.sha256((folder / item.path).read_bytes()).hexdigest()
         assert item.size == (folder / item.path).stat().st_size
+    assert scan(folder).manifest == model.manifest, "what is asked for besides changes no image"
+    assert scan(folder).weight_digests == {}
     assert model.manifest.eos_token_ids == (0, 2)
     assert model.manifest.tensors == len(llama_tensors())
     assert model.left_out == ("README.md",)
@@ -168,7 +171,10 @@ def test_known_digests_are_used_and_a_changed_file_is_read_again(tmp_path: Path)
     os.utime(folder / "model.safetensors", (past, past))
     third = scan(folder, cache)
     assert not third.shards[0].digests.cached
-    assert third.manifest.weights[0].sha256 == hashlib.sha256(data).hexdigest()
+    assert third.manifest.weights[0].sha256 != first.manifest.weights[0].sha256
+    assert scan(folder, own_digests=True).weight_digests["model.safetensors"] == (
+        hashlib.sha256(data).hexdigest()
+    )
 
 
 def test_a_file_whose_values_were_not_looked_at_is_read_again(tmp_path: Path) -> None:

@@ -98,9 +98,11 @@ def run(options: argparse.Namespace) -> int:
     outputs = tuple(parse_output(text) for text in options.output or ["oci:./ral-image"])
     tag = parse_tag(options.tag) if options.tag else ""
     request = build_request(options, base=chosen_base(options), registry=registry_options(options))
+    wanted = _wanted(options)
     request = replace(
         request,
-        attest=_wanted(options),
+        attest=wanted,
+        checks=replace(request.checks, own_digests=wanted.sbom or wanted.provenance),
         check_repro=False,  # a whole second build compiles every kernel again anyway
         weights_base=_weights_base(options),
         reshard=parse_size(options.reshard, "--reshard") if options.reshard else 0,

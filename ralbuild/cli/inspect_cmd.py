@@ -104,7 +104,7 @@ def _bill(facts: ImageFacts) -> dict[str, Any]:
     """Return what a bill of materials of this image lists, in numbers."""
     kinds = [package.kind for package in facts.packages]
     return {
-        "model files": len(facts.model.weights) + len(facts.model.files),
+        "model files": len(facts.model.weight_files) + len(facts.model.files),
         "model license": facts.license or "not known",
         "Debian packages": kinds.count("deb"),
         "Python packages": kinds.count("pypi"),

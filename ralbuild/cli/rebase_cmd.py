@@ -82,4 +82,5 @@ def _attested(image: Image, folder: Path, tag: str, base: Path, wanted: Wanted) 
             lambda path: (theirs if path == BASE_MANIFEST else ours).read_file(path),
             wanted,
             str(folder),
+            {},  # no weight byte is read for this
         )

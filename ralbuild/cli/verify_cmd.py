@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from ralbuild.checking import check_model
 
     recorded = _recorded(*options.canary) if options.canary else None
-    checks = chosen_checks(options)
+    checks = replace(chosen_checks(options), own_digests=True)
     if options.config is not None:
         _check_config(options.config)  # a mistake in it is known before weights are read
     verdict = check_model(options.model, chosen_report(options), checks, fail_fast=options.fail_fast)

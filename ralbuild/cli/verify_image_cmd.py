@@ -15,7 +15,8 @@ from ralbuild.errors import ImageError, UsageError
 
 if TYPE_CHECKING:
     from ralbuild.image.reader import StoredImage
-    from ralbuild.supply.verify_image import Check, Requirement
+    from ralbuild.supply.layer_checks import Check
+    from ralbuild.supply.verify_image import Requirement
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,17 +6,21 @@ from functools import cache
 
 _CASED_END = 0x1F000
 """No letter from here on has another case."""
+_BLOCK = 256
 
 
 @cache
 def letter_cases() -> dict[str, tuple[str, ...]]:
     """Return, for each character that has another case, all that equal it, itself among them, sorted."""
     groups: dict[str, list[str]] = {}
-    for code in range(_CASED_END):
-        char = chr(code)
-        folded = _folded(char)
-        if folded != char:
-            groups.setdefault(folded, [folded]).append(char)
+    for first in range(0, _CASED_END, _BLOCK):
+        block = "".join(map(chr, range(first, first + _BLOCK)))
+        if block.casefold() == block:
+            continue  # no letter of it has another case: true of nine blocks in ten
+        for char in block:
+            folded = _folded(char)
+            if folded != char:
+                groups.setdefault(folded, [folded]).append(char)
     return {char: tuple(sorted(group)) for group in groups.values() for char in group}
 
 

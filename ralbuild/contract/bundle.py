@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ralbuild.contract.codec import FormatError, canonical_json, from_plain, parse_json, to_plain
 from ralbuild.contract.routes import RouteTable
 
-SCHEMA = "ralbuild.bundle/1"
+SCHEMA = "ralbuild.bundle/2"
 RUN, CHARACTERS, TOKENS = "run", "characters", "tokens"
 """What an input limit counts."""
 

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One file that goes into the image: basename, size in bytes, SHA-256 in hex."""
+    """One small file that goes into the image: basename, size in bytes, SHA-256 in hex."""
 
     path: str
     size: int
     sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEntry:
+    """One weight file: basename and size in bytes. Its bytes are bound by the layer that holds it."""
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """The weight files of one layer: most often one.
+
+    Attributes:
+        sha256: in hex, of the tar that `ralbuild.contract.tarball.WeightLayer` makes of them: the layer's
+            diff id in the image. So a weight byte is hashed once, for the layer and for the manifest.
+        files: in the order of the layer.
+    """
+
+    sha256: str
+    files: tuple[WeightEntry, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all the files."""
+        return sum(file.size for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +51,7 @@ class ModelManifest:
         dtype: the element type of most weight bytes, as safetensors names it (``BF16``).
         parameters: number of weight elements.
         tensors: number of tensors.
-        weights: the safetensors files, sorted by name.
+        weights: the safetensors files, sorted by name, as they share layers.
         files: configuration, tokenizer and template files, sorted by name.
         vocab_size: rows of the embedding.
         tokenizer_size: ids that the tokenizer knows; the sampler masks ids at and above it.
@@ -42,7 +67,7 @@ class ModelManifest:
     dtype: str
     parameters: int
     tensors: int
-    weights: tuple[ModelFile, ...]
+    weights: tuple[PackedWeights, ...]
     files: tuple[ModelFile, ...]
     vocab_size: int
     tokenizer_size: int
@@ -53,15 +78,6 @@ class ModelManifest:
     template_sha256: str = ""
 
     @property
-    def root_sha256(self) -> str:
-        """The one digest of all files, as OpenSSF model signing has it for a folder that holds just these."""
-        files = sorted((*self.weights, *self.files), key=lambda item: item.path)
-        return root_sha256(item.sha256 for item in files)
-
-
-def root_sha256(digests: Iterable[str]) -> str:
-    """Return the SHA-256 over files' SHA-256 digests (hex in, raw bytes hashed), in the given order.
-
-    This is the subject of an OpenSSF model signature, where files come in the order of their names.
-    """
-    return hashlib.sha256(b"".join(bytes.fromhex(digest) for digest in digests)).hexdigest()
+    def weight_files(self) -> tuple[WeightEntry, ...]:
+        """The safetensors files, sorted by name."""
+        return tuple(file for layer in self.weights for file in layer.files)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from ralbuild.contract.places import MODEL_DIR
 
+WEIGHTS_MTIME = 0
+"""Seconds since 1970 of a weight layer's entries, whatever the image's date."""
 PACKING = "v1"
 """Recorded in every image. Any change to the bytes that this module writes needs another value."""
 BLOCK = 512

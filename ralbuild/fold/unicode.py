@@ -16,6 +16,8 @@ _NO_SPACE_BLOCKS = (
 """Thai, Lao, Myanmar, Khmer, kana, Bopomofo, Han, Yi, Tangut, Nushu: no spaces between words."""
 _LETTERS = ((0, 0x1FFFF), (0xE0000, 0xE01FF))
 """Where word characters are, apart from the blocks above."""
+_FLAGS = bytes(ord("1" if chr(byte) in "LMN" else "0") for byte in range(256))
+"""From the first letter of a general category to whether its characters belong to words."""
 
 
 def is_word(char: str) -> bool:
@@ -34,16 +36,16 @@ def is_word(char: str) -> bool:
 @cache
 def word_table() -> tuple[bytes, bytes]:
     """Return ``pages`` and ``bits`` as `ralbuild.contract.words` reads them."""
-    bits = bytearray(PAGES * PAGE_BYTES)
-    category = unicodedata.category
+    flags = bytearray(b"0" * (PAGES * PAGE_BYTES * 8))
     for first, last in _LETTERS:
-        for code in range(first, last + 1):
-            if category(chr(code))[0] in "LMN":
-                bits[code >> 3] |= 1 << (code & 7)
-    bits[ord("_") >> 3] |= 1 << (ord("_") & 7)
+        kinds = "".join(map(unicodedata.category, map(chr, range(first, last + 1))))[::2]
+        flags[first : last + 1] = kinds.encode().translate(_FLAGS)
+    flags[ord("_")] = ord("1")
     for first, last in _NO_SPACE_BLOCKS:
-        for code in range(first, min(last, _LETTERS[0][1]) + 1):
-            bits[code >> 3] &= ~(1 << (code & 7))
+        count = min(last, _LETTERS[0][1]) + 1 - first
+        if count > 0:
+            flags[first : first + count] = b"0" * count
+    bits = int(flags[::-1], 2).to_bytes(PAGES * PAGE_BYTES, "little")
     numbers: dict[bytes, int] = {}
     pages = bytearray()
     for page in range(PAGES):

@@ -98,10 +98,28 @@ class BlobFolder:
         return True
 
     def add(self, recipe: Recipe, digest: LayerDigest, progress: Progress | None = None) -> None:
-        """Write a blob that is not there, or raise what `append_layer` raises."""
-        with self._new(digest.sha256) as fd:
-            append_layer(recipe, fd, digest, progress)
+        """Write a blob that is not there, or move it here, or raise what `append_layer` raises."""
+        if self._take(recipe, digest):
+            if progress:
+                progress(digest.size)
+        else:
+            with self._new(digest.sha256) as fd:
+                append_layer(recipe, fd, digest, progress)
         self.written += digest.size
+
+    def _take(self, recipe: Recipe, digest: LayerDigest) -> bool:
+        """Move the file that this run has written already; False when it is gone or not what it was."""
+        ready, place = recipe.ready, self.path / digest.sha256
+        try:
+            if ready is None or StatKey.of(ready.path.stat(follow_symlinks=False)) != ready.state:
+                return False
+            if ready.state.size != digest.size:
+                return False
+            ready.path.rename(place)
+            self._known[digest.sha256] = StatKey.of(place.stat(follow_symlinks=False))
+        except OSError:
+            return False  # another layout took it, or this one lies on another file system
+        return True
 
     def add_bytes(self, data: bytes) -> None:
         """Write a small blob unless it is there."""

@@ -44,7 +44,7 @@ def _compiled(facts: ImageFacts) -> list[Decision]:
     if interpreted:
         kernels += f"; {', '.join(interpreted)} interpreted on the CPU from source, by Triton in the image"
     engine = bundle.engine
-    weights = f"{model.parameters} parameters in {_count(len(model.weights), 'file')} by sha256"
+    weights = f"{model.parameters} parameters in {_count(len(model.weight_files), 'file')} by sha256"
     if WEIGHTS_LABEL in facts.labels:
         weights += ", in an image of their own"
     found = [

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ralbuild import __version__
 from ralbuild.contract.places import ENTRYPOINT, MODEL_DIR, PACKAGES_DIR, PORT, RAL_DIR
+from ralbuild.digests import DigestCache
 from ralbuild.errors import HostError, ImageError, UsageError
 from ralbuild.image.disk import can_lock
 from ralbuild.image.plan import FileEntry, HostFile, ImagePlan
@@ -27,11 +28,12 @@ _TAKEN = (EEXIST, ENOTEMPTY, ENOTDIR)
 """How `rename` says that another render was first."""
 
 
-def write_context(plan: ImagePlan, out: Path) -> int:
+def write_context(plan: ImagePlan, out: Path, cache: DigestCache) -> int:
     """Write the context of ``plan`` to the new folder ``out``; return the number of files.
 
     Weight files are hard links, so nothing large is copied; small files are written. The folder gets
-    its name when it is complete.
+    its name when it is complete. ``cache`` knows the files' digests afterwards if it did before, though
+    another name changes a file's ctime.
 
     Raises:
         UsageError: when ``out`` is already there.
@@ -41,7 +43,7 @@ def write_context(plan: ImagePlan, out: Path) -> int:
     try:
         with new_folder(out) as partial:
             for entry in files:
-                _place(partial / _context_path(entry.path), entry)
+                _place(partial / _context_path(entry.path), entry, cache)
             (partial / "Dockerfile").write_bytes(render_dockerfile(_facts(plan, files)).data)
             give_name(partial, out)
     except OSError as error:
@@ -103,7 +105,7 @@ def _make_folder(path: Path) -> None:
         path.chmod(0o755)
 
 
-def _place(target: Path, entry: FileEntry) -> None:
+def _place(target: Path, entry: FileEntry, cache: DigestCache) -> None:
     _make_folder(target.parent)
     if isinstance(entry.source, HostFile):
         mode = stat.S_IMODE(entry.source.path.stat().st_mode)
@@ -113,7 +115,8 @@ def _place(target: Path, entry: FileEntry) -> None:
                 place=str(entry.source.path),
                 hint=f"chmod {entry.mode:o} it; `ralbuild image` needs no builder and sets modes itself",
             )
-        os.link(entry.source.path, target, follow_symlinks=True)
+        with cache.across_a_link(entry.source.path, entry.source.purpose):
+            os.link(entry.source.path, target, follow_symlinks=True)
         return
     assert isinstance(entry.source, bytes)  # pieces come from --reshard, which `render` does not have
     target.write_bytes(entry.source)

@@ -223,9 +223,11 @@ def _tables(old: Bundle, new: Bundle) -> tuple[Change, ...]:
 def _model(old: ImageFacts, new: ImageFacts) -> tuple[Change, ...]:
     before, after = (
         {
-            file.path: f"{file.size} bytes, sha256 {file.sha256[:12]}"
-            for file in (*model.weights, *model.files)
+            file.path: f"{file.size} bytes, layer {layer.sha256[:12]}"
+            for layer in model.weights
+            for file in layer.files
         }
+        | {file.path: f"{file.size} bytes, sha256 {file.sha256[:12]}" for file in model.files}
         for model in (old.model, new.model)
     )
     return _values(before, after)

@@ -44,6 +44,8 @@ def unchanging(source: HostFile) -> Iterator[int]:
         needed = source.size if source.is_whole else source.file_size
         if before.st_size != needed:
             raise changed(source, f"needs {needed} bytes, found {before.st_size}")
+        if source.witness is not None and source.witness.state != StatKey.of(before):
+            raise changed(source, "was written to or replaced after it was hashed")
         os.lseek(fd, source.start, os.SEEK_SET)
         yield fd
         if StatKey.of(os.fstat(fd)) != StatKey.of(before):
@@ -66,12 +68,12 @@ def check_room(folder: Path, needed: int, files: Iterable[HostFile] = ()) -> Non
     """
     free = shutil.disk_usage(folder).free
     if needed > free:
-        needed -= sum(file.size for file in files if _can_share(file.path, folder))
+        needed -= sum(file.size for file in files if can_share(file.path, folder))
     if needed > free:
         raise _full(folder, needed, free)
 
 
-def _can_share(source: Path, folder: Path) -> bool:
+def can_share(source: Path, folder: Path) -> bool:
     """Tell whether a file in ``folder`` can have the same extents as ``source``, by doing it for a moment."""
     try:
         with source.open("rb") as file, tempfile.TemporaryFile(dir=folder) as clone:
@@ -116,7 +118,7 @@ def locked(open_path: Callable[[], tuple[Path, int]], note: Note) -> Iterator[tu
     while True:
         path, fd = open_path()
         try:
-            if not _try_lock(fd):
+            if not try_lock(fd):
                 if not waited:
                     note(f"waiting for another build that writes {path}")
                 waited = True
@@ -158,12 +160,13 @@ def can_lock(path: Path) -> bool:
     """Tell whether no running process holds the lock of a file or folder."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return _try_lock(fd)
+        return try_lock(fd)
     finally:
         os.close(fd)
 
 
-def _try_lock(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
+    """Take the lock of an open file or folder unless another process holds it; tell whether it was got."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

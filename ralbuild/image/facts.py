@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ralbuild.contract.bundle import Bundle, read_bundle
@@ -57,6 +57,8 @@ class ImageFacts:
         packages: of the base and of an interpreter of user kernels, Debian's first, each kind sorted by
             name; empty when the base does not say.
         base_json_sha256: digest of the base's list of packages; empty when there is none.
+        weight_digests: SHA-256 of the weight files by name, where it is known. The image says that of
+            their layers alone; see `ralbuild.image.own_digests`.
     """
 
     manifest_json: bytes
@@ -69,6 +71,7 @@ class ImageFacts:
     model: ModelManifest
     packages: tuple[Package, ...]
     base_json_sha256: str
+    weight_digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def base_digest(self) -> str:

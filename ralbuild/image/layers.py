@@ -1,7 +1,9 @@
 """A layer is a recipe, never a file of its own: hashed, copied or streamed from where its bytes lie.
 
-Copying lets the kernel move the bytes of large files (a shared extent where the file system can), while a
-second thread hashes what has arrived in the output. So what is hashed is what was written.
+Copying lets the kernel move the bytes of large files (a shared extent where the file system can). What is
+hashed is what is written, and each byte is hashed once for it: a file that this run has read for its digest
+must be in the very state of that read before and after the copy; of anything else, a second thread hashes
+what has arrived in the output.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from ralbuild.digests import CHUNK
+from ralbuild.contract.codec import sha256_hex
+from ralbuild.digests import CHUNK, StatKey
 from ralbuild.errors import ImageError
 from ralbuild.image.disk import changed, unchanging
 from ralbuild.image.plan import BaseLayer, HostFile, LayerDigest, LayerPlan, RemoteBlob
@@ -53,15 +56,25 @@ class WrongLayerError(ImageError):
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """A file with a layer's very bytes, that this run wrote as it hashed them, and its state since then."""
+
+    path: Path
+    state: StatKey
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """How to produce a blob: its name for messages, its segments in order, its size in bytes.
 
-    ``blob`` is a file of another layout that holds exactly these bytes under their digest already.
+    ``blob`` is a file of another layout that holds exactly these bytes under their digest already;
+    ``ready`` is one that the first who wants it may move away.
     """
 
     name: str
     segments: tuple[Segment, ...]
     blob: Path | None = None
+    ready: Ready | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
@@ -77,6 +90,17 @@ class Recipe:
     def copied_files(self) -> tuple[HostFile, ...]:
         """Those of them that the kernel is asked to copy whole, and may share."""
         return tuple(file for file in self.files if _is_copied(file) and file.is_whole)
+
+    @property
+    def is_witnessed(self) -> bool:
+        """True when this run hashed just these bytes, and a write to a file since then would show."""
+        files = self.copied_files
+        if not files or any(isinstance(part, RemoteBlob) for part in self.segments):
+            return False
+        frame = sha256_hex(b"".join(part for part in self.segments if isinstance(part, bytes)))
+        return files == self.files and all(
+            file.witness is not None and file.witness.frame == frame for file in files
+        )
 
     @property
     def remote(self) -> RemoteBlob | None:
@@ -131,6 +155,8 @@ def append_layer(recipe: Recipe, out: int, expected: LayerDigest, progress: Prog
         WrongLayerError: when what was written is not ``expected``.
         OSError: when the output cannot be written.
     """
+    if recipe.is_witnessed and _copy_witnessed(recipe, out, progress):
+        return
     with _Follower(out, os.lseek(out, 0, os.SEEK_END), progress) as follower:
         writer = _Writer(out, follower)
         for part in recipe.segments:
@@ -146,6 +172,44 @@ def append_layer(recipe: Recipe, out: int, expected: LayerDigest, progress: Prog
         found = follower.finish()
     if (found, recipe.size) != (expected.sha256, expected.size):
         raise WrongLayerError(recipe, expected, found)
+
+
+def _copy_witnessed(recipe: Recipe, out: int, progress: Progress | None) -> bool:
+    """Append what this run has hashed; return False, with nothing appended, where the kernel cannot copy."""
+    start = os.lseek(out, 0, os.SEEK_END)
+    report = progress or (lambda _: None)
+    for part in recipe.segments:
+        if isinstance(part, bytes):
+            _write_all(out, part)
+            report(len(part))
+        elif isinstance(part, HostFile):
+            left = part.size
+            with unchanging(part) as fd:  # and still in the state that it was hashed in
+                while left and (count := _copy_step(fd, out, part.size - left, left)):
+                    left -= count
+                    report(count)
+            if left:
+                report(start - os.lseek(out, 0, os.SEEK_CUR))
+                os.ftruncate(out, start)
+                return False
+    return True
+
+
+def _copy_step(fd: int, out: int, start: int, size: int) -> int:
+    """Let the kernel append up to `COPY_STEP` bytes; return how many it did, 0 where it cannot."""
+    try:
+        return os.copy_file_range(fd, out, min(size, COPY_STEP), start)
+    except OSError as error:
+        if error.errno not in _COPY_UNSUPPORTED:
+            raise
+        return 0
+
+
+def _write_all(out: int, data: bytes | bytearray) -> None:
+    with memoryview(data) as view:
+        done = 0
+        while done < len(view):
+            done += os.write(out, view[done:])
 
 
 def _is_copied(source: HostFile) -> bool:
@@ -195,10 +259,7 @@ class _Writer:
 
     def flush(self) -> None:
         """Hand what was gathered to the system."""
-        with memoryview(self._pending) as view:
-            done = 0
-            while done < len(view):
-                done += os.write(self._out, view[done:])
+        _write_all(self._out, self._pending)
         self._pending.clear()
         self._follower.advance()
 
@@ -206,15 +267,7 @@ class _Writer:
         """Let the kernel append ``size`` bytes of ``fd``; return how many it did, fewer where it cannot."""
         self.flush()
         done = 0
-        while done < size:
-            try:
-                count = os.copy_file_range(fd, self._out, min(size - done, COPY_STEP), start + done)
-            except OSError as error:
-                if error.errno not in _COPY_UNSUPPORTED:
-                    raise
-                count = 0
-            if count == 0:
-                break
+        while done < size and (count := _copy_step(fd, self._out, start + done, size - done)):
             done += count
             self._follower.advance()
         return done

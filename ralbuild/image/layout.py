@@ -76,8 +76,9 @@ class LayoutSink:
         missing = [layer for layer in layers if layer.digest.sha256 not in self._reused]
         missing = [layer for layer in missing if not self._blobs.link(layer.recipe, layer.digest)]
         self._missing = frozenset(layer.digest.sha256 for layer in missing)
-        files = [file for layer in missing for file in layer.recipe.copied_files]
-        check_room(self._blobs.path, _SLACK + sum(layer.digest.size for layer in missing), files)
+        copied = [layer for layer in missing if layer.recipe.ready is None]
+        files = [file for layer in copied for file in layer.recipe.copied_files]
+        check_room(self._blobs.path, _SLACK + sum(layer.digest.size for layer in copied), files)
 
     def add(self, layer: Layer) -> None:
         """Write the layer's blob unless it was there."""

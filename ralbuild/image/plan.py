@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ralbuild.contract.codec import sha256_hex
 from ralbuild.contract.places import MODEL_DIR
 from ralbuild.contract.tarball import DIR_MODE, FILE_MODE, LINK_MODE, PACKING
-from ralbuild.digests import FileDigests
+from ralbuild.digests import FileDigests, Witness
 
 Kind = Literal["small", "weights"]
 
@@ -29,6 +29,8 @@ class HostFile:
         purpose: under which the digest cache may know its layer's digest; empty when it does not.
         start: where the range begins.
         file_size: of the whole file; -1 means ``size``. A file of another size fails the build.
+        witness: that this run hashed it for its layer's digest; in another state than then it fails the
+            build. None when it was not hashed, or when a write might not show in the state.
     """
 
     path: Path
@@ -37,6 +39,7 @@ class HostFile:
     purpose: str = field(default="", compare=False)
     start: int = 0
     file_size: int = -1
+    witness: Witness | None = field(default=None, compare=False)
 
     @property
     def is_whole(self) -> bool:
@@ -268,7 +271,8 @@ def planned_files(plan: ImagePlan) -> tuple[PlannedFile, ...]:
 def weight_layer(path: Path, size: int, digests: FileDigests) -> LayerPlan:
     """Return the layer of one scanned weight file; scan and plan must use the same ``mtime``."""
     # The layer's digest covers the file's: a second hash of the file would only cost time.
-    return bundled_layer([(path.name, HostFile(path, size, purpose=digests.purpose))], digests)
+    source = HostFile(path, size, purpose=digests.purpose, witness=digests.witness)
+    return bundled_layer([(path.name, source)], digests)
 
 
 def bundled_layer(files: Sequence[tuple[str, HostFile | Pieces]], digests: FileDigests) -> LayerPlan:

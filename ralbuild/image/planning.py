@@ -143,7 +143,7 @@ def _bytes_of(shard: WeightShard) -> HostFile | Pieces:
     """Return where a weight file's bytes lie: in one file, or in ranges of several."""
     purpose = shard.digests.purpose
     if not shard.pieces:
-        return HostFile(shard.path, shard.size, purpose=purpose)
+        return HostFile(shard.path, shard.size, purpose=purpose, witness=shard.digests.witness)
     return tuple(
         piece
         if isinstance(piece, bytes)

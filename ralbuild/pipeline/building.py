@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ralbuild.checking import LAYER_MTIME
+from ralbuild.digests import LayerCopies, default_cache
 from ralbuild.errors import UsageError
+from ralbuild.image.ahead import writing_ahead
 from ralbuild.image.assemble import Image, assemble_image
 from ralbuild.image.base import ensure_base, interpreter_layer
 from ralbuild.image.bases import LayoutBase, open_base
@@ -27,6 +29,7 @@ from ralbuild.report import Report, format_bytes
 from ralbuild.supply.sbom import spdx_name
 from ralbuild.supply.secrets import refuse_secrets
 from ralbuild.weights.card import read_license
+from ralbuild.weights.scan import ScannedModel
 
 
 def build_image(
@@ -37,9 +40,12 @@ def build_image(
     request.attest.check_outputs(outputs)
     if request.volume or request.modelpack:
         check_takes_companions(outputs)
-    with open_registries(request.registry) as registries:
-        compiled, plan, image = _make(request, outputs, report, registries)
-        image = _attest(image, tag, plan, request, report)
+    # What `--reshard` makes is no layer that the check of the model reads.
+    early = writing_ahead(outputs if not request.reshard else ())
+    with open_registries(request.registry) as registries, early as ahead:
+        compiled, plan, image = _make(request, outputs, report, registries, ahead)
+        image = _attest(image, tag, plan, compiled.model, request, report)
+        image = ahead.hand_over(image) if ahead is not None else image
         written = write_outputs(image, outputs, tag, report, registries)
     return compiled, image, written
 
@@ -58,11 +64,15 @@ def plan_only(
 
 
 def _make(
-    request: BuildRequest, outputs: tuple[Output, ...], report: Report, registries: Registries
+    request: BuildRequest,
+    outputs: tuple[Output, ...],
+    report: Report,
+    registries: Registries,
+    copies: LayerCopies | None = None,
 ) -> tuple[Compiled, ImagePlan, Image]:
     """Verify, fold, compile, prove and plan: all that comes before writing."""
     _check_caps(request, outputs, registries)
-    compiled = compile_model(request, report)
+    compiled = compile_model(request, report, copies)
     proof = prove_kernels(request, compiled, report)
     plan, image = assemble(request, compiled, report, registries, proof)
     return compiled, plan, image
@@ -85,7 +95,7 @@ def render_context(request: BuildRequest, out: Path, report: Report) -> Path:
     from ralbuild.image.context import write_context
 
     with report.stage("render") as stage:
-        count = write_context(plan, out)
+        count = write_context(plan, out, default_cache())
         stage.summary = f"{count} files"
     return out
 
@@ -139,7 +149,9 @@ def assemble(
     return plan, image
 
 
-def _attest(image: Image, tag: str, plan: ImagePlan, request: BuildRequest, report: Report) -> Image:
+def _attest(
+    image: Image, tag: str, plan: ImagePlan, model: ScannedModel, request: BuildRequest, report: Report
+) -> Image:
     """Return the image with the artifacts that were asked for beside it."""
     if not request.attest:
         return image
@@ -147,7 +159,8 @@ def _attest(image: Image, tag: str, plan: ImagePlan, request: BuildRequest, repo
 
     with report.stage("attest") as stage:
         place = plan.base.name if plan.base is not None else ""
-        image = attest_image(image, files_to_be(plan), request.attest, place or "--base")
+        read_file = files_to_be(plan)
+        image = attest_image(image, read_file, request.attest, place or "--base", model.weight_digests)
         stage.summary = str(request.attest)
     if not tag:
         report.note("skopeo and podman need a name to tell the image from what lies beside it: --tag")

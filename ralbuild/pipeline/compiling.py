@@ -14,7 +14,7 @@ from ralbuild.compile.spec import builtin_specs
 from ralbuild.config.load import LoadedConfig, load_config
 from ralbuild.contract import bundle as contract
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
-from ralbuild.digests import default_cache
+from ralbuild.digests import LayerCopies, default_cache
 from ralbuild.errors import CacheError
 from ralbuild.files import write_atomically
 from ralbuild.fold.folding import Folded, fold
@@ -46,12 +46,15 @@ class Compiled:
         return sha256_hex(self.bundle_json)
 
 
-def compile_model(request: BuildRequest, report: Report) -> Compiled:
-    """Verify the model, fold the rules and compile the kernels into the cache."""
+def compile_model(request: BuildRequest, report: Report, copies: LayerCopies | None = None) -> Compiled:
+    """Verify the model, fold the rules and compile the kernels into the cache.
+
+    ``copies`` takes the weight layers' bytes in the read that hashes them.
+    """
     loaded = load_config(request.config)
     refuse_user_kernels(loaded, request.target)
     cache = Cache(request.cache_dir, report)
-    model = verify_model(request.model, report, request.checks, cache)
+    model = verify_model(request.model, report, request.checks, cache, copies)
     if request.reshard:
         model = _reshard(model, request.reshard, report)
     engine = engine_of(loaded, model, request.target)

@@ -14,7 +14,8 @@ from pathlib import Path
 from ralbuild.contract import places
 from ralbuild.contract.bundle import Bundle, ObjectRef, object_refs, read_bundle
 from ralbuild.contract.codec import FormatError, from_plain, parse_json, sha256_hex
-from ralbuild.contract.manifest import ModelFile, ModelManifest
+from ralbuild.contract.manifest import ModelFile, ModelManifest, PackedWeights, WeightEntry
+from ralbuild.contract.tarball import WEIGHTS_MTIME, WeightLayer
 from ralbuild.runtime.errors import BundleCorruptError, HostUnfitError, ModelMismatchError, StartError
 from ralbuild.runtime.settings import FULL_BYTES, Settings
 
@@ -77,10 +78,10 @@ def check_files(settings: Settings) -> Checked:
             place=str(folder),
             hint=f"mount the folder {places.MODEL_DIR} of the image {settings.weights_image} there",
         )
-    built = {item.path for item in (*manifest.files, *manifest.weights)}
+    built = {item.path for item in manifest.files} | {item.path for item in manifest.weight_files}
     _refuse_added(folder, built, ModelMismatchError, _ACTIVE)
     files = {item.path: _check_file(folder, item) for item in manifest.files}
-    weights = tuple(_check_weight(folder, item) for item in manifest.weights)
+    weights = tuple(_check_weight(folder, item) for item in manifest.weight_files)
     return Checked(bundle, digest, manifest, objects, files, weights)
 
 
@@ -91,10 +92,10 @@ def _has_files(folder: Path) -> bool:
         return False
 
 
-def choose_hashed(weights: Sequence[ModelFile], how: str) -> frozenset[str]:
-    """Return the names of the weight files whose digest is compared.
+def choose_hashed(weights: Sequence[PackedWeights], how: str) -> frozenset[str]:
+    """Return the digests of the weight layers whose files are compared with them.
 
-    ``sampled`` draws files at random while they have `FULL_BYTES` together, and at least one: over
+    ``sampled`` draws layers at random while they have `FULL_BYTES` together, and at least one: over
     several starts every file is read.
     """
     if how == "off":
@@ -109,19 +110,23 @@ def choose_hashed(weights: Sequence[ModelFile], how: str) -> frozenset[str]:
                 kept.append(item)
                 room -= item.size
         drawn = kept
-    return frozenset(item.path for item in drawn)
+    return frozenset(item.sha256 for item in drawn)
 
 
-def hash_weights(checked: Checked, names: Set[str]) -> None:
-    """Compare the weight files in ``names`` with their digests; reads every byte of them.
+def hash_weights(checked: Checked, chosen: Set[str]) -> None:
+    """Compare the weight files of the layers in ``chosen`` with those digests; reads every byte of them.
+
+    A layer's digest is over the tar that the builder made: its headers follow from names and sizes alone.
 
     Raises:
-        ModelMismatchError: naming the first file that differs.
+        ModelMismatchError: naming the first file that differs, or the few of its layer.
     """
-    for item, path in zip(checked.manifest.weights, checked.weights, strict=True):
-        if item.path in names and (found := _hash_file(path)) != item.sha256:
-            message = f"needs sha256 {item.sha256}, found {found}"
-            raise ModelMismatchError(message, place=str(path), hint=_REBUILD)
+    paths = iter(checked.weights)
+    for layer in checked.manifest.weights:
+        own = [next(paths) for _ in layer.files]
+        if layer.sha256 in chosen and (found := _hash_layer(layer, own)) != layer.sha256:
+            message = f"needs sha256 {layer.sha256} as a layer, found {found}"
+            raise ModelMismatchError(message, place=", ".join(map(str, own)), hint=_REBUILD)
 
 
 def _refuse_added(folder: Path, known: Set[str], kind: type[StartError], suffixes: tuple[str, ...]) -> None:
@@ -192,7 +197,7 @@ def _check_file(folder: Path, item: ModelFile) -> bytes:
     return data
 
 
-def _check_weight(folder: Path, item: ModelFile) -> Path:
+def _check_weight(folder: Path, item: WeightEntry) -> Path:
     path = _inside(folder, item)
     try:
         size = path.stat().st_size
@@ -203,17 +208,20 @@ def _check_weight(folder: Path, item: ModelFile) -> Path:
     return path
 
 
-def _inside(folder: Path, item: ModelFile) -> Path:
+def _inside(folder: Path, item: ModelFile | WeightEntry) -> Path:
     if Path(item.path).name != item.path:
         raise BundleCorruptError(f"file name {item.path!r} is not a plain name", place="manifest")
     return folder / item.path
 
 
-def _hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+def _hash_layer(layer: PackedWeights, paths: Sequence[Path]) -> str:
+    digest, frame = hashlib.sha256(), WeightLayer(WEIGHTS_MTIME)
+    for item, path in zip(layer.files, paths, strict=True):
+        digest.update(frame.start(item.path, item.size))
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    digest.update(frame.end())
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ralbuild.image.disk import Note
 from ralbuild.image.facts import ImageFacts, ReadFile, read_facts, stored_facts
 from ralbuild.image.layers import Progress
 from ralbuild.image.outputs import LayoutOutput
+from ralbuild.image.own_digests import stored_weight_digests
 from ralbuild.image.plan import FileEntry, ImagePlan
 from ralbuild.image.reader import open_image
 from ralbuild.image.stored import stored_image
@@ -31,7 +33,9 @@ from ralbuild.supply.wanted import Wanted
 PREDICATE_TYPE = "in-toto.io/predicate-type"
 
 
-def attest_image(image: Image, read_file: ReadFile, wanted: Wanted, place: str) -> Image:
+def attest_image(
+    image: Image, read_file: ReadFile, wanted: Wanted, place: str, weight_digests: Mapping[str, str]
+) -> Image:
     """Return an image that is yet to be written with what is wanted beside it.
 
     Args:
@@ -39,11 +43,14 @@ def attest_image(image: Image, read_file: ReadFile, wanted: Wanted, place: str) 
         read_file: finds a file that will be in it, by its absolute path.
         wanted: what to make.
         place: for messages.
+        weight_digests: of the weight files themselves, by name; where one is not known, it is named by
+            its layer alone.
 
     Raises:
         ImageError: when a file that says what is in the image is missing or wrong.
     """
     facts = read_facts(image.manifest, json.loads(image.config), read_file, place)
+    facts = replace(facts, weight_digests=weight_digests)
     return replace(image, artifacts=(*image.companions, *make_artifacts(facts, wanted)))
 
 
@@ -72,7 +79,10 @@ def sign_stored(
         HostError: when the layout cannot be written.
     """
     with open_image(layout, tag) as stored:
-        name, artifacts = stored.name, make_artifacts(stored_facts(stored), wanted)
+        facts = stored_facts(stored)
+        if wanted.sbom or wanted.provenance:
+            facts = replace(facts, weight_digests=stored_weight_digests(stored, facts.model))
+        name, artifacts = stored.name, make_artifacts(facts, wanted)
     image = stored_image(layout, name)
     image = replace(image, artifacts=(*image.companions, *artifacts))
     write_image(image, (LayoutOutput(layout),), tag=name, cache=cache, progress=progress, note=note)

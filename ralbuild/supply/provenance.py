@@ -82,11 +82,14 @@ def _toolchain() -> dict[str, Any]:
 
 
 def _dependencies(facts: ImageFacts) -> list[dict[str, Any]]:
-    """Return every input by digest: base, model files, config, kernel sources."""
+    """Return every input by digest: base, model files, config, kernel sources.
+
+    A weight file is there when its own digest is known, as it is in a build that is asked for this.
+    """
     found = [_dependency("ral-config.yaml", facts.bundle.config_sha256)]
     if facts.base_digest:
         found.append(_dependency("base", facts.base_digest.removeprefix("sha256:")))
-    found += [_dependency(f"model/{file.path}", file.sha256) for file in facts.model.weights]
+    found += [_dependency(f"model/{name}", sha256) for name, sha256 in facts.weight_digests.items()]
     found += [_dependency(f"model/{file.path}", file.sha256) for file in facts.model.files]
     found += [_dependency(f"kernel/{kernel.name}", kernel.source_sha256) for kernel in facts.bundle.kernels]
     return sorted(found, key=lambda item: str(item["name"]))

@@ -1,7 +1,8 @@
 """The bill of materials: CycloneDX 1.6, with the model as a component and every file by digest.
 
 It is computed from the image alone, so the same image gives the same bytes, on any machine and at any
-time. https://cyclonedx.org/docs/1.6/json/ is the reference.
+time; only the hashes of weight files are not in it where no weight byte is read (`ralbuild rebase`).
+https://cyclonedx.org/docs/1.6/json/ is the reference.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from ralbuild.contract.bundle import Kernel, ObjectRef
 from ralbuild.contract.codec import canonical_json
+from ralbuild.contract.manifest import WeightEntry
 from ralbuild.image.facts import ImageFacts, Package
 from ralbuild.image.oci import BASE_NAME
 
@@ -22,6 +24,9 @@ SBOM_PREDICATE = "https://cyclonedx.org/bom"
 _NAMESPACE = uuid.UUID("5f1c6f2e-0d0f-5f0a-9d2b-7a3f1a0f6a51")
 _EPOCH = "1970-01-01T00:00:00Z"
 _PREFIX = "ralbuild:"
+_LAYER = "layer"
+LAYER_PROPERTY = f"{_PREFIX}{_LAYER}"
+"""Of a weight file: the diff id of the layer that holds it, by which the image itself names it."""
 
 Component = dict[str, Any]
 
@@ -121,8 +126,8 @@ def _model(facts: ImageFacts) -> Component:
         "hashes": _hashes(facts.bundle.manifest.sha256),
         "modelCard": card,
         "components": [
-            _file(f"model/{file.path}", file.path, file.sha256, file.size)
-            for file in (*model.weights, *model.files)
+            *(_weight(file, layer.sha256, facts) for layer in model.weights for file in layer.files),
+            *(_file(f"model/{file.path}", file.path, file.sha256, file.size) for file in model.files),
         ],
         "properties": _properties(
             {
@@ -220,6 +225,14 @@ def _object(ref: str, name: str, target: ObjectRef) -> Component:
 def _file(ref: str, name: str, sha256: str, size: int | None) -> Component:
     value: Component = {"type": "file", "bom-ref": ref, "name": name, "hashes": _hashes(sha256)}
     return value if size is None else value | {"properties": _properties([("size", size)])}
+
+
+def _weight(file: WeightEntry, layer: str, facts: ImageFacts) -> Component:
+    """Return a weight file: by its own hash where that is known, and by the layer that holds it."""
+    properties = _properties([("size", file.size), (_LAYER, f"sha256:{layer}")])
+    value: Component = {"type": "file", "bom-ref": f"model/{file.path}", "name": file.path}
+    own = facts.weight_digests.get(file.path)
+    return value | ({"hashes": _hashes(own)} if own else {}) | {"properties": properties}
 
 
 def _hashes(sha256: str) -> list[dict[str, str]]:

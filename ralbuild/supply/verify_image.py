@@ -5,24 +5,21 @@ Every check runs and every failure is reported. Nothing of the image is executed
 
 from __future__ import annotations
 
-import hashlib
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import IO, Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from ralbuild.contract.bundle import object_refs
 from ralbuild.contract.codec import FormatError, canonical_json, parse_json, sha256_hex
 from ralbuild.contract.places import CONFIG_FILE, OBJECTS_DIR
-from ralbuild.digests import CHUNK
 from ralbuild.errors import ImageError
 from ralbuild.image.artifacts import StoredArtifact
 from ralbuild.image.facts import ImageFacts, stored_facts
-from ralbuild.image.oci import Descriptor
 from ralbuild.image.reader import StoredImage
 from ralbuild.signing import PublicKey, key_id
+from ralbuild.supply.layer_checks import Check, Progress, Reading
 from ralbuild.supply.provenance import PROVENANCE_PREDICATE, provenance
-from ralbuild.supply.sbom import SBOM_PREDICATE, SBOM_TYPE, sbom_json
+from ralbuild.supply.sbom import LAYER_PROPERTY, SBOM_PREDICATE, SBOM_TYPE, sbom_json
 from ralbuild.supply.signature import (
     BUNDLE_TYPE,
     SIGNATURE_PREDICATE,
@@ -34,17 +31,6 @@ from ralbuild.supply.signature import (
 
 Requirement = Literal["signature", "sbom", "provenance"]
 REQUIREMENTS: tuple[Requirement, ...] = ("signature", "sbom", "provenance")
-
-Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that was looked at: its name, whether it is good, and what was found."""
-
-    name: str
-    good: bool
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +49,10 @@ class _Evidence:
             for item in self.statements
             if item.signed and item.predicate_type == predicate_type and digest in item.subjects
         ]
+
+    def describes(self, digest: str) -> bool:
+        """Tell whether a signed statement says what is in the image."""
+        return any(self.signed(kind, digest) for kind in (PROVENANCE_PREDICATE, SBOM_PREDICATE))
 
 
 def verify_image(
@@ -86,15 +76,17 @@ def verify_image(
         facts = stored_facts(image)
     except ImageError as error:
         return (*checks, Check("contents", good=False, detail=str(error)))
+    reading = Reading(facts.model, progress, own=evidence.describes(facts.digest))
+    layers = [reading.check(image, layer) for layer in image.layers]
+    layers += _weights(image, reading)
+    facts = replace(facts, weight_digests=reading.weight_digests)
     checks.append(_provenance(facts, evidence, required))
     checks.append(_sbom(facts, evidence, required))
-    checks += [_layer(image, layer, progress) for layer in image.layers]
-    checks += _weights(image, progress)
-    checks += [_labels(image, facts), _objects(image, facts)]
+    checks += [*layers, reading.model(), _labels(image, facts), _objects(image, facts)]
     return tuple(checks)
 
 
-def _weights(image: StoredImage, progress: Progress | None) -> list[Check]:
+def _weights(image: StoredImage, reading: Reading) -> list[Check]:
     """Check the image that holds the weights; there is nothing to check where they are in this one."""
     try:
         weights = image.weights()
@@ -106,7 +98,7 @@ def _weights(image: StoredImage, progress: Progress | None) -> list[Check]:
     same = weights.labels.get(name) == image.labels.get(name)
     detail = weights.digest if same else f"holds another model: its label {name} differs"
     checks = [Check("weights image", good=same, detail=detail)]
-    return checks + [_layer(weights, layer, progress) for layer in weights.layers]
+    return checks + [reading.check(weights, layer) for layer in weights.layers]
 
 
 def _collect(image: StoredImage, keys: tuple[PublicKey, ...]) -> _Evidence:
@@ -191,12 +183,15 @@ def _sbom(facts: ImageFacts, evidence: _Evidence, required: frozenset[Requiremen
     expected = _parts(parse_json(sbom_json(facts), "sbom"))
     for bill in (*(item.predicate for item in found), *_plain(evidence)):
         try:
-            parts = _parts(bill)
+            parts, own = _parts(bill), _weight_hashes(bill)
         except (KeyError, TypeError, AttributeError):
             return Check("sbom", good=False, detail="is not a CycloneDX bill of materials")
         if parts != expected:
             odd = sorted(expected ^ parts)[0]
             return Check("sbom", good=False, detail=f"does not fit the image: {odd[0]} {odd[1]}".strip())
+        for name, digest in sorted(own.items()):
+            if facts.weight_digests.get(name, digest) != digest:
+                return Check("sbom", good=False, detail=f"does not fit the image: the hash of {name}")
     return Check("sbom", good=True, detail=f"signed; {len(expected)} parts, as in the image")
 
 
@@ -211,67 +206,39 @@ def _plain(evidence: _Evidence) -> list[Any]:
 
 
 def _parts(bill: Any) -> set[tuple[str, str, str]]:
-    """Return name, version and hashes of every component, at every depth."""
-    out: set[tuple[str, str, str]] = set()
+    """Return name, version and hashes of every component, at every depth; of a weight file, its layer."""
+    return {
+        (str(part["name"]), str(part.get("version", "")), _layer_of(part) or _hashes_of(part))
+        for part in _components(bill)
+    }
+
+
+def _weight_hashes(bill: Any) -> dict[str, str]:
+    """Return the hash of every weight file that the bill gives one of."""
+    found = [part for part in _components(bill) if _layer_of(part) and part.get("hashes")]
+    return {str(part["name"]): str(part["hashes"][0]["content"]) for part in found}
+
+
+def _components(bill: Any) -> Iterator[Any]:
     todo = [bill["metadata"]["component"], *bill["components"]]
     while todo:
         part = todo.pop()
-        hashes = canonical_json(part.get("hashes", [])).decode()
-        out.add((str(part["name"]), str(part.get("version", "")), hashes))
+        yield part
         todo += part.get("components", [])
-    return out
+
+
+def _hashes_of(part: Any) -> str:
+    return canonical_json(part.get("hashes", [])).decode()
+
+
+def _layer_of(part: Any) -> str:
+    return next((str(i["value"]) for i in part.get("properties", []) if i["name"] == LAYER_PROPERTY), "")
 
 
 def _absent(name: Requirement, evidence: _Evidence, kind: str, required: frozenset[Requirement]) -> Check:
     others = any(item.predicate_type == kind for item in evidence.statements)
     what = "there is none by the given key" if others else "there is none that is signed"
     return Check(name, good=name not in required, detail=what)
-
-
-def _layer(image: StoredImage, layer: Descriptor, progress: Progress | None) -> Check:
-    name = f"layer {layer.name}"
-    try:
-        with image.open_layer(layer) as blob:
-            wrong = _wrong_layer(blob, layer, progress)
-    except (ImageError, OSError, zlib.error, EOFError) as error:
-        wrong = str(error)
-    return Check(name, good=not wrong, detail=wrong or layer.digest)
-
-
-def _wrong_layer(blob: IO[bytes], layer: Descriptor, progress: Progress | None) -> str:
-    """Read a layer once; return what is wrong with its size, digest or diff id."""
-    stored, plain, size = hashlib.sha256(), hashlib.sha256(), 0
-    gunzip = _Gunzip() if layer.media_type.endswith("+gzip") else None
-    while chunk := blob.read(CHUNK):
-        size += len(chunk)
-        stored.update(chunk)
-        for part in gunzip.feed(chunk) if gunzip else ():
-            plain.update(part)
-        if progress:
-            progress(len(chunk))
-    if size != layer.size:
-        return f"needs {layer.size} bytes, found {size}"
-    if f"sha256:{stored.hexdigest()}" != layer.digest:
-        return f"needs {layer.digest}, found sha256:{stored.hexdigest()}"
-    if layer.media_type.endswith("+zstd"):
-        return ""  # the digest holds; the standard library cannot say more before Python 3.14
-    diff_id = f"sha256:{(plain if gunzip else stored).hexdigest()}"
-    return "" if diff_id == layer.diff_id else f"needs the diff id {layer.diff_id}, found {diff_id}"
-
-
-class _Gunzip:
-    """Unpacks a gzip stream of any number of members, in pieces of bounded size."""
-
-    def __init__(self) -> None:
-        self._member = zlib.decompressobj(wbits=31)
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield what ``data`` unpacks to; raises zlib.error."""
-        while data:
-            if self._member.eof:
-                self._member = zlib.decompressobj(wbits=31)
-            yield self._member.decompress(data, CHUNK)
-            data = self._member.unused_data if self._member.eof else self._member.unconsumed_tail
 
 
 def _labels(image: StoredImage, facts: ImageFacts) -> Check:

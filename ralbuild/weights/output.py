@@ -8,9 +8,10 @@ from typing import Any
 
 from ralbuild import __version__
 from ralbuild.contract.codec import to_plain
+from ralbuild.contract.manifest import ModelFile
 from ralbuild.weights.findings import Finding, printable
 from ralbuild.weights.rules import RULES, Severity
-from ralbuild.weights.scan import Verdict
+from ralbuild.weights.scan import ScannedModel, Verdict
 
 _SARIF_LEVEL: dict[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
 _GITHUB: dict[Severity, str] = {"error": "error", "warning": "warning", "info": "notice"}
@@ -38,12 +39,23 @@ def footer(verdict: Verdict) -> str:
         lines.append(f"{manifest.architecture}, {size}, {verdict.model.quantised or manifest.dtype}")
         lines += [
             f"  sha256:{entry.sha256}  {entry.size:>14,}  {entry.path}"
-            for entry in (*manifest.weights, *manifest.files)
+            for entry in (*_weights(verdict.model), *manifest.files)
         ]
-        lines.append(
-            f"  sha256:{manifest.root_sha256}                  root of these files (OpenSSF model signing)"
-        )
+        root = verdict.model.root_sha256
+        lines.append(f"  sha256:{root}                  root of these files (OpenSSF model signing)")
     return "\n".join([*lines, summary(verdict)])
+
+
+def _weights(model: ScannedModel) -> list[ModelFile]:
+    """Return the weight files by their own digests, which verify asks for: what others compare with."""
+    return [ModelFile(shard.name, shard.size, shard.digests.sha256) for shard in model.shards]
+
+
+def _manifest(model: ScannedModel) -> Any:
+    """Return the manifest with every weight file by its own digest and that of its layer in an image."""
+    layers = {shard.name: shard.digests.layer_sha256 for shard in model.shards}
+    files = [{**to_plain(item), "layer_sha256": layers[item.path]} for item in _weights(model)]
+    return {**to_plain(model.manifest), "weights": files}
 
 
 def summary(verdict: Verdict) -> str:
@@ -64,8 +76,8 @@ def as_json(verdict: Verdict, *, passed: bool) -> str:
         "passed": passed,
         "findings": [_plain(item) for item in verdict.findings],
         "ignored": [_plain(item) for item in verdict.ignored],
-        "manifest": to_plain(model.manifest) if model is not None else None,
-        "root_sha256": model.manifest.root_sha256 if model is not None else None,
+        "manifest": _manifest(model) if model is not None else None,
+        "root_sha256": model.root_sha256 if model is not None else None,
         "left_out": [printable(name) for name in model.left_out] if model is not None else [],
     }
     return json.dumps(answer, indent=2)  # ASCII: a pipe may have any encoding

@@ -1,15 +1,17 @@
-"""The one read of every weight file: both digests and every value, in a pool over the files."""
+"""The one read of every weight file: digests and every value, in a pool over the files."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from ralbuild.contract.manifest import PackedWeights, WeightEntry
 from ralbuild.contract.tarball import bundles
-from ralbuild.digests import DigestCache, FileDigests, FileRange, LayerFile, scan_layer
+from ralbuild.digests import DigestCache, FileDigests, FileRange, LayerCopies, LayerFile, scan_layer
 from ralbuild.errors import WeightsError
 from ralbuild.weights.families import Family
 from ralbuild.weights.files import promised_sha256
@@ -24,7 +26,7 @@ WAKE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """One weight file: where it is, its name in the image, and the digests of file and layer.
+    """One weight file: where it is, its name in the image, and its digests.
 
     With ``pieces`` it is made of those and not of the bytes at ``path``: see `ralbuild.weights.reshard`.
     """
@@ -34,6 +36,17 @@ class WeightShard:
     size: int
     digests: FileDigests
     pieces: tuple[bytes | FileRange, ...] = ()
+
+
+def packed_weights(shards: Sequence[WeightShard]) -> tuple[PackedWeights, ...]:
+    """Return how the weight files share layers, and those layers' digests."""
+    groups = [shards[part.start : part.stop] for part in bundles(len(shards))]
+    return tuple(
+        PackedWeights(
+            group[0].digests.layer_sha256, tuple(WeightEntry(item.name, item.size) for item in group)
+        )
+        for group in groups
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,8 @@ class Reading:
         files: by name, in the order of the findings.
         family: whose exemptions hold; None for an unknown one.
         tied: tensors whose digests are wanted, see `Reading.digests`.
-        cache, mtime, rehash: as of `ralbuild.digests.scan_layer`.
+        cache, mtime, rehash, copies: as of `ralbuild.digests.scan_layer`.
+        own: compute every file's own digest; that of a blob named after its digest is computed anyhow.
         progress: called with bytes done and bytes in all.
         fail_fast: stop at the first file with an error.
         findings: where to record.
@@ -74,6 +88,8 @@ class Reading:
         progress: Progress,
         *,
         rehash: bool,
+        own: bool,
+        copies: LayerCopies | None,
         fail_fast: bool,
         findings: Findings,
     ) -> None:
@@ -85,16 +101,21 @@ class Reading:
         self._mtime = mtime
         self._progress = progress
         self._rehash = rehash
+        self._own = own
+        self._copies = copies
         self._fail_fast = fail_fast
         self._findings = findings
         self._total = sum(item.header.file_size for item in files.values())
         self._done = 0
+        self._active = 0
+        self._jobs = 1
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
     def run(self, jobs: int) -> tuple[WeightShard, ...]:
         """Read every file; findings are recorded in the order of the names, whichever ends first."""
-        with ThreadPoolExecutor(max(1, jobs)) as pool:
+        self._jobs = max(1, jobs)
+        with ThreadPoolExecutor(self._jobs) as pool:
             try:
                 names = tuple(self._files)
                 layers = [names[part.start : part.stop] for part in bundles(len(names))]
@@ -119,9 +140,21 @@ class Reading:
     def _read(self, names: tuple[str, ...]) -> list[FileDigests | WeightsError | None]:
         """Read the files of one layer; None for one that was not read to its end."""
         # The name in the image is the one in the folder, not the blob that a link leads to.
-        files = [LayerFile(self._files[name].path, name, self._observer(name)) for name in names]
+        files = [
+            LayerFile(path, name, self._observer(name), self._own or bool(promised_sha256(path)))
+            for name, path in ((name, self._files[name].path) for name in names)
+        ]
         try:
-            digests = scan_layer(files, self._cache, self._mtime, self._step, rehash=self._rehash)
+            with self._reader():
+                digests = scan_layer(
+                    files,
+                    self._cache,
+                    self._mtime,
+                    self._step,
+                    rehash=self._rehash,
+                    copies=self._copies,
+                    is_idle=lambda: self._active < self._jobs,
+                )
         except _StoppedError:
             return [None] * len(names)
         except WeightsError as error:
@@ -134,6 +167,16 @@ class Reading:
             if trial.failed:
                 self._stop.set()
         return list(digests)
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[None]:
+        with self._lock:
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active -= 1
 
     def _observer(self, name: str) -> ValueScan:
         header = self._files[name].header

@@ -34,7 +34,7 @@ from ralbuild.digests import (
 from ralbuild.errors import UsageError, WeightsError
 from ralbuild.weights.findings import Findings
 from ralbuild.weights.layout import INDEX, SINGLE
-from ralbuild.weights.reading import WeightShard
+from ralbuild.weights.reading import WeightShard, packed_weights
 from ralbuild.weights.safetensors import DTYPE_BITS, Tensor, read_header
 from ralbuild.weights.scan import ScannedModel
 
@@ -80,7 +80,8 @@ def reshard(
     Args:
         model: as scanned.
         limit: of a file, its header included.
-        cache: where digests of the new files are looked up and remembered.
+        cache: where digests of the new files are looked up and remembered; each new file's own digest is
+            computed where all of the model's were.
         mtime: of the layers' entries, in seconds since 1970.
         progress: called with the number of bytes read in each step, from several threads.
 
@@ -91,9 +92,10 @@ def reshard(
     placed, metadata = _read_tensors(model.shards)
     files = _new_files(placed, limit, metadata)
     sources = {shard.path: shard for shard in model.shards}
+    own = len(model.weight_digests) == len(model.shards)
     states = _states(sources, cache, mtime)
     hash_layer = partial(
-        _hash_layer, states=states, cache=cache, mtime=mtime, report=progress or (lambda _: None)
+        _hash_layer, states=states, cache=cache, mtime=mtime, report=progress or (lambda _: None), own=own
     )
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         layers = pool.map(hash_layer, [files[part.start : part.stop] for part in bundles(len(files))])
@@ -101,13 +103,12 @@ def reshard(
     for path, key in states.items():
         if StatKey.of(path.stat()) != key:
             raise WeightsError("changed while it was read", place=str(path), hint="build from files at rest")
-    weights = tuple(ModelFile(shard.name, shard.size, shard.digests.sha256) for shard in shards)
     small = {name: data for name, data in model.files if name != INDEX}
     if len(files) > 1:
         small[INDEX] = _index(files, sum(item.size for item in placed))
     small = dict(sorted(small.items()))
     listed = tuple(ModelFile(name, len(data), sha256_hex(data)) for name, data in small.items())
-    manifest = replace(model.manifest, weights=weights, files=listed)
+    manifest = replace(model.manifest, weights=packed_weights(shards), files=listed)
     return replace(model, manifest=manifest, shards=shards, files=tuple(small.items()))
 
 
@@ -202,7 +203,7 @@ def _states(sources: Mapping[Path, WeightShard], cache: DigestCache, mtime: int)
         group = shards[part.start : part.stop]
         again = scan_layer([LayerFile(item.path, item.name) for item in group], cache, mtime)
         for shard, digests in zip(group, again, strict=True):
-            if digests.sha256 != shard.digests.sha256:
+            if digests.layer_sha256 != shard.digests.layer_sha256:
                 raise WeightsError(
                     "changed after it was checked", place=str(shard.path), hint="build from files at rest"
                 )
@@ -215,6 +216,8 @@ def _hash_layer(
     cache: DigestCache,
     mtime: int,
     report: Callable[[int], None],
+    *,
+    own: bool,
 ) -> list[WeightShard]:
     """Return the new files of one layer with their digests, remembered or from one read."""
     ranges = [piece for file in files for piece in file.pieces if isinstance(piece, FileRange)]
@@ -225,8 +228,8 @@ def _hash_layer(
     purpose = f"reshard:{sha256_hex(canonical_json([plan, keys]))}:{mtime}"
     known = cache.get(first, purpose, used[first])
     started = time.time_ns()
-    if known is None:
-        known = _hash_pieces(files, mtime, report)
+    if known is None or (own and "0" not in known):
+        known = _hash_pieces(files, mtime, report, own=own)
         if not any(is_racy(key, started) for key in used.values()):
             cache.put(first, purpose, used[first], known)
     else:
@@ -234,22 +237,26 @@ def _hash_layer(
     layer, size = known["layer_sha256"], int(known["layer_size"])
     shards = []
     for at, file in enumerate(files):
-        digests = FileDigests(known[str(at)], layer, size, purpose=purpose)
+        digests = FileDigests(known[str(at)] if own else "", layer, size, purpose=purpose)
         shards.append(WeightShard(first, file.name, file.size, digests, file.pieces))
     return shards
 
 
-def _hash_pieces(files: Sequence[_NewFile], mtime: int, report: Callable[[int], None]) -> dict[str, str]:
+def _hash_pieces(
+    files: Sequence[_NewFile], mtime: int, report: Callable[[int], None], *, own: bool
+) -> dict[str, str]:
     layer, frame = hashlib.sha256(), WeightLayer(mtime)
     found: dict[str, str] = {}
     for at, file in enumerate(files):
         layer.update(frame.start(file.name, file.size))
-        whole = hashlib.sha256()
+        whole = hashlib.sha256() if own else None
         for chunk in _chunks(file.pieces):
-            whole.update(chunk)
+            if whole is not None:
+                whole.update(chunk)
             layer.update(chunk)
             report(len(chunk))
-        found[str(at)] = whole.hexdigest()
+        if whole is not None:
+            found[str(at)] = whole.hexdigest()
     layer.update(frame.end())
     return found | {"layer_sha256": layer.hexdigest(), "layer_size": str(frame.size)}
 

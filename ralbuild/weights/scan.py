@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ralbuild.contract.codec import sha256_hex
 from ralbuild.contract.manifest import ModelFile, ModelManifest
 from ralbuild.contract.vocab import write_vocab
-from ralbuild.digests import DigestCache
+from ralbuild.digests import DigestCache, LayerCopies
 from ralbuild.weights import architecture, dialect, hooks, layout, quantised, signature, special
 from ralbuild.weights.families import Family, families
 from ralbuild.weights.files import SHIPPED_FILES, Folder, open_folder, read_json, read_small
 from ralbuild.weights.findings import Finding, Findings
 from ralbuild.weights.memo import Memo
-from ralbuild.weights.reading import Progress, Reading, WeightFile, WeightShard
+from ralbuild.weights.reading import Progress, Reading, WeightFile, WeightShard, packed_weights
 from ralbuild.weights.safetensors import Header, Tensor, majority_dtype, read_header
 from ralbuild.weights.template import Template, check_template, find_template
 from ralbuild.weights.tokenizer import Vocabulary, load_vocabulary
@@ -40,6 +40,8 @@ class Order:
         ignored: ids of rules whose findings do not count.
         key: of the publisher, to check ``model.sig`` with.
         memo: remembers what the same tokenizer and template came to before; None works it out.
+        own_digests: compute the SHA-256 of every weight file, besides that of its layer.
+        copies: takes the weight layers' bytes in the read that hashes them; None copies nothing.
     """
 
     rehash: bool = False
@@ -48,6 +50,8 @@ class Order:
     ignored: frozenset[str] = frozenset()
     key: PublicKey | None = None
     memo: Memo | None = None
+    own_digests: bool = False
+    copies: LayerCopies | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,23 @@ class ScannedModel:
     def weight_bytes(self) -> int:
         """Size of all weight files."""
         return sum(shard.size for shard in self.shards)
+
+    @property
+    def weight_digests(self) -> dict[str, str]:
+        """SHA-256 of the weight files by name: of those whose own digest was asked for."""
+        return {shard.name: shard.digests.sha256 for shard in self.shards if shard.digests.sha256}
+
+    @property
+    def root_sha256(self) -> str:
+        """The one digest of all files, as OpenSSF model signing has it for a folder that holds just these.
+
+        Empty when a weight file's own digest was not asked for.
+        """
+        digests = {item.path: item.sha256 for item in self.manifest.files}
+        digests |= {shard.name: shard.digests.sha256 for shard in self.shards}
+        return (
+            signature.root_sha256(digests[name] for name in sorted(digests)) if all(digests.values()) else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +150,8 @@ def verify_folder(
     signed = signature.check_signature(check.folder, order.key, findings)
     if order.fail_fast and findings.failed:
         return Verdict(findings.sorted(), None, findings.sorted(counted=False))
-    shards = check.read_weights(cache, mtime, progress, order)
+    own = order.own_digests or signed is not None
+    shards = check.read_weights(cache, mtime, progress, order, own=own)
     if signed is not None:
         check.compare_signed(signed, shards)
     found, ignored = findings.sorted(), findings.sorted(counted=False)
@@ -266,9 +288,9 @@ class _Check:
         return vocabulary, template
 
     def read_weights(
-        self, cache: DigestCache, mtime: int, progress: Progress, order: Order
+        self, cache: DigestCache, mtime: int, progress: Progress, order: Order, *, own: bool
     ) -> tuple[WeightShard, ...]:
-        """Read every weight file once, and compare what a tied head must equal."""
+        """Read every weight file once (``own``: and hash it alone); compare what a tied head must equal."""
         reading = Reading(
             {name: WeightFile(self.folder.files[name], header) for name, header in self.headers.items()},
             self.family,
@@ -277,6 +299,8 @@ class _Check:
             mtime,
             progress,
             rehash=order.rehash,
+            own=own,
+            copies=order.copies,
             fail_fast=order.fail_fast,
             findings=self.findings,
         )
@@ -304,7 +328,7 @@ class _Check:
             dtype=majority_dtype(self.tensors.values()),
             parameters=sum(tensor.elements for tensor in self.tensors.values()),
             tensors=len(self.tensors),
-            weights=tuple(ModelFile(shard.name, shard.size, shard.digests.sha256) for shard in shards),
+            weights=packed_weights(shards),
             files=tuple(ModelFile(name, len(data), sha256_hex(data)) for name, data in self.small.items()),
             vocab_size=int(config["vocab_size"]),
             tokenizer_size=len(vocabulary.tokens),

@@ -14,13 +14,12 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ralbuild.contract.codec import FormatError, pae, parse_json
-from ralbuild.contract.manifest import root_sha256
 from ralbuild.weights.files import Folder, read_small
 from ralbuild.weights.findings import Findings
 
@@ -151,6 +150,14 @@ def _resource(item: Any) -> tuple[str, str]:
     if not _SHA256.fullmatch(digest):
         raise _BundleError(f"the digest of {name[:80]!r} is no SHA-256")
     return name, digest
+
+
+def root_sha256(digests: Iterable[str]) -> str:
+    """Return the SHA-256 over files' SHA-256 digests (hex in, raw bytes hashed), in the given order.
+
+    This is the subject of an OpenSSF model signature, where files come in the order of their names.
+    """
+    return hashlib.sha256(b"".join(bytes.fromhex(digest) for digest in digests)).hexdigest()
 
 
 def compare_files(
