@@ -23,6 +23,7 @@ from cuda_stub import Stub
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ralbuild.runtime.cuda.device import cuda_errors
 from ralbuild.runtime.cuda.driver import Driver, Function, Module, Stream
 from ralbuild.runtime.cuda.graphs import Graphs
 from ralbuild.runtime.cuda.patch import GpuPatch
@@ -68,11 +69,14 @@ class StubDevice:
         self.stub = stub or type(self).stub
         self.place = torch.device("cpu")
         self.stream = Stream(self.stub.stream())
-        self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sent: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._marks = 0
+        self.trace: list[str] = []
+        """What the host did, in order: ``launch`` a graph, ``wait`` for a copy."""
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        with torch.inference_mode():
+        with cuda_errors(), torch.inference_mode():
             yield
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
@@ -87,6 +91,7 @@ class StubDevice:
         return partial(self._replay, recording, graph[0])
 
     def _replay(self, recording: Recording, graph: int) -> None:
+        self.trace.append("launch")
         self.stub.call("cuGraphLaunch", graph, self.stream)
         for step in recording.steps:
             step()
@@ -96,18 +101,18 @@ class StubDevice:
 
     def fetch(self, host: torch.Tensor, source: torch.Tensor) -> None:
         """The copy is under way: until it is waited for, the host sees garbage."""
-        self._sent.append((host, source.clone()))
+        self._sent.append((self._marks, host, source.clone()))
         host.fill_(float("nan") if host.is_floating_point() else -123456789)
 
     def mark(self) -> Callable[[], None]:
-        sent, self._sent = self._sent, []
+        self._marks += 1
+        return partial(self._wait, self._marks)
 
-        def wait() -> None:
-            while sent:
-                host, data = sent.pop(0)
-                host.copy_(data)
-
-        return wait
+    def _wait(self, mark: int) -> None:
+        self.trace.append("wait")
+        while self._sent and self._sent[0][0] < mark:
+            _, host, data = self._sent.pop(0)
+            host.copy_(data)
 
 
 class SimulatedDriver(Driver):

@@ -120,6 +120,7 @@ CUresult CUDAAPI cuGetErrorString(CUresult error, const char **text) {
 }
 
 CUresult CUDAAPI cuInit(unsigned int flags) {
+    if (getenv("STUB_FAIL")) stub_fail(getenv("STUB_FAIL"), CUDA_ERROR_OUT_OF_MEMORY, 0);
     ENTER(0);
     const char *names[] = {"CUDA_DISABLE_PTX_JIT", "CUDA_CACHE_DISABLE"};
     for (int i = 0; i < 2; i++) {

@@ -22,6 +22,24 @@ Wait: TypeAlias = Callable[[], None]
 """Waits until what was on the stream at some moment is done."""
 
 
+@contextlib.contextmanager
+def cuda_errors() -> Iterator[None]:
+    """Tell an error of CUDA from one of ours.
+
+    Raises:
+        DriverError: for the former. It stays with the context: only a new process can go on. Memory that
+            torch does not get is no such error.
+    """
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if not any(name in str(error) for name in ("CUDA", "CUBLAS", "CUDNN")):
+            raise
+        raise DriverError(str(error).partition("\n")[0], place="torch") from error
+
+
 class Device:
     """One GPU as torch drives it: the primary context that `driver.Driver` retains as well.
 
@@ -42,21 +60,14 @@ class Device:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Let the body's torch operations run on the stream.
-
-        Raises:
-            DriverError: for an error of CUDA. It stays with the context: only a new process can go on.
-                Memory that torch does not get is no such error.
-        """
-        try:
-            with torch.inference_mode(), torch.cuda.device(self.place), torch.cuda.stream(self._stream):
-                yield
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if "CUDA" not in str(error) and "cuDNN" not in str(error):
-                raise
-            raise DriverError(str(error).partition("\n")[0], place="torch") from error
+        """Let the body's torch operations run on the stream; raises as `cuda_errors`."""
+        with (
+            cuda_errors(),
+            torch.inference_mode(),
+            torch.cuda.device(self.place),
+            torch.cuda.stream(self._stream),
+        ):
+            yield
 
     def capture(self, body: Callable[[], None]) -> Replay:
         """Record what ``body`` puts on the stream; memory comes from one pool that all captures share.

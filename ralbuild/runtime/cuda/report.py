@@ -12,7 +12,7 @@ import torch
 
 from ralbuild.contract.buffers import OUTPUT_BYTES
 from ralbuild.runtime.cuda.buffers import Buffers, Sizes
-from ralbuild.runtime.cuda.device import Device, Wait
+from ralbuild.runtime.cuda.device import Device
 
 HEAD = 64
 """Bytes of a step's text that always come along; the rest is fetched when there is more."""
@@ -69,13 +69,13 @@ class Reports:
         self._packed[:slots, : _HELD + 1].copy_(torch.stack(words, 1))
         self._packed[:slots, _HELD + 1 :].copy_(found["output"].view(torch.int32)[:slots, : HEAD // 4])
 
-    def send(self, slots: int) -> tuple[int, Wait]:
-        """Begin to copy the results of the step just launched; return their place and how to wait."""
+    def send(self, slots: int) -> int:
+        """Begin to copy the results of the step just launched; return their place."""
         turn = self._turn = 1 - self._turn
         self._whole[turn][:slots].copy_(self._buffers.tensors["output"][:slots])
         self._device.fetch(self._host[turn][:slots], self._packed[:slots])
         self._device.fetch(self._events[turn], self._buffers.tensors["rule_events"])
-        return turn, self._device.mark()
+        return turn
 
     def line(self, turn: int, row: int) -> Line:
         """Return what a step did to a slot; its copy must be complete."""
