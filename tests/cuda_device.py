@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import cuda_stub
 import numpy as np
+import pytest
 import simulate_support
 import torch
 from cuda_stub import Stub
@@ -181,6 +182,28 @@ def _argument(kind: str, data: bytes) -> Any:
         if kind == "fp32"
         else int.from_bytes(data, "little", signed=True)
     )
+
+
+@contextlib.contextmanager
+def on_device(stub: Stub) -> Iterator[None]:
+    """Let `boot` find this device; afterwards the stub must have nothing to complain of."""
+    stub.reset()
+    ARRAYS.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        for kind in (SimulatedDriver, StubDevice, WatchedPool):
+            patched.setattr(kind, "stub", stub, raising=False)
+        for name in (
+            "CUDA_DISABLE_PTX_JIT",
+            "CUDA_CACHE_DISABLE",
+            "CUDA_MODULE_LOADING",
+            "CUDA_FORCE_PTX_JIT",
+        ):
+            patched.setenv(name, "unset")
+        patched.setattr("ralbuild.runtime.cuda.driver.Driver", SimulatedDriver)
+        patched.setattr("ralbuild.runtime.cuda.device.Device", StubDevice)
+        patched.setattr("ralbuild.runtime.cuda.buffers.Pool", WatchedPool)
+        yield
+    assert stub.faults == []
 
 
 BUFFER_BYTES = 4096

@@ -19,7 +19,7 @@ import cuda_device
 import cuda_stub
 import pytest
 import torch
-from cuda_device import SimulatedDriver, StubDevice, WatchedPool
+from cuda_device import StubDevice, on_device
 from cuda_stub import Stub
 from runtime_fixtures import Image, Rules, Runtime, make_image, make_model, refused, token_bytes
 from test_runtime_decode import by_transformers
@@ -27,14 +27,13 @@ from test_runtime_decode import by_transformers
 from ralbuild.contract import places
 from ralbuild.contract.bundle import Engine as EngineSizes
 from ralbuild.contract.bundle import PatchStep
+from ralbuild.contract.decoder_spec import read_spec
 from ralbuild.runtime.boot import boot
 from ralbuild.runtime.cuda.device import cuda_errors
-from ralbuild.runtime.cuda.kv import row_positions
 from ralbuild.runtime.cuda.start import require_memory
 from ralbuild.runtime.errors import DriverError, OutOfMemoryError
 from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.metrics import Metrics
-from ralbuild.runtime.model.spec import read_spec
 from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.preflight import check_files
 from ralbuild.runtime.sampler import Draw
@@ -82,26 +81,6 @@ def for_cuda(image: Image, names: tuple[str, ...] = OURS) -> Image:
     return image
 
 
-def on_device(stub: Stub) -> Iterator[None]:
-    stub.reset()
-    cuda_device.ARRAYS.clear()
-    with pytest.MonkeyPatch.context() as patched:
-        for kind in (SimulatedDriver, StubDevice, WatchedPool):
-            patched.setattr(kind, "stub", stub, raising=False)
-        for name in (
-            "CUDA_DISABLE_PTX_JIT",
-            "CUDA_CACHE_DISABLE",
-            "CUDA_MODULE_LOADING",
-            "CUDA_FORCE_PTX_JIT",
-        ):
-            patched.setenv(name, "unset")
-        patched.setattr("ralbuild.runtime.cuda.driver.Driver", SimulatedDriver)
-        patched.setattr("ralbuild.runtime.cuda.device.Device", StubDevice)
-        patched.setattr("ralbuild.runtime.cuda.buffers.Pool", WatchedPool)
-        yield
-    assert stub.faults == []
-
-
 def start(image: Image) -> Service:
     lifecycle = Lifecycle()
     return boot(Settings(root=str(image.root), threads=1, queue=100), lifecycle, Metrics("0"))
@@ -125,12 +104,10 @@ def cpu(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servi
 @pytest.fixture(scope="module")
 def gpu(stub: Stub, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     image = for_cuda(make_image(tmp_path_factory.mktemp("gpu") / "root", model, PROFILES, engine=SIZES))
-    device = on_device(stub)
-    next(device)
-    service = start(image)
-    yield service
-    service.engine.stop()
-    next(device, None)
+    with on_device(stub):
+        service = start(image)
+        yield service
+        service.engine.stop()
 
 
 def collect(service: Service, orders: list[Order]) -> list[list[Piece]]:
@@ -380,8 +357,9 @@ def test_what_does_not_fit_into_the_device_is_refused_with_numbers(
     with pytest.raises(OutOfMemoryError, match=message) as caught:
         require_memory(checked, spec, 0 if settings[0] == 1 else free)
     assert "max_batch_size" in caught.value.hint
-    row = row_positions(settings[1]) * 2 * spec.layers * spec.kv_heads * spec.dim * 4
-    require_memory(checked, spec, checked.manifest.parameters * 4 + settings[0] * row)
+    rows = settings[0] * -(-(settings[1] + 1) // 64) * 64
+    cache = rows * 2 * spec.layers * spec.kv_heads * spec.dim * 4
+    require_memory(checked, spec, checked.manifest.parameters * 4 + cache)
 
 
 # The device of memory itself: what a GPU would punish, made on purpose

@@ -180,8 +180,8 @@ def _without_foreign(bundle: Bundle) -> Bundle:
 
 def _load_model(settings: Settings, lifecycle: Lifecycle, checked: Checked, text: Future[Any]) -> LoadedModel:
     """Import torch, then map the weights into our own decoder, or into transformers' model."""
+    from ralbuild.contract.decoder_spec import read_spec
     from ralbuild.runtime.model.lean import import_torch
-    from ralbuild.runtime.model.spec import read_spec
 
     plain = _model_config(checked)
     _require_memory(checked)

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ralbuild.contract.decoder_spec import row_positions
 from ralbuild.runtime.model.cache import KvShape, Pool, Seat, blank_layers, copy_seat
-
-_STEP = 64
-"""Rows have a multiple of so many positions: attention wants its mask aligned."""
 
 
 class FixedPool(Pool):
@@ -80,11 +78,6 @@ class FixedCache:
     def held_bytes(self) -> int:
         """Return the bytes of the rows that are taken."""
         return len(self.pool.seats) * self.pool.row_bytes
-
-
-def row_positions(positions: int) -> int:
-    """Return the positions of a row for texts of ``positions``."""
-    return -(-(positions + 1) // _STEP) * _STEP
 
 
 class StepView:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ralbuild.contract.archs import runs_on
 from ralbuild.contract.bundle import Kernel, KernelObject, PatchStep
 from ralbuild.runtime.cuda.arguments import parameter_block
 from ralbuild.runtime.cuda.driver import Driver, Function, Module, Stream
@@ -15,8 +16,6 @@ Values = Mapping[str, int | float]
 
 SLOTS = "slots"
 """The grid, and the value, that is the number of slots of a graph."""
-_ARCH_SPECIFIC = 90
-"""From this architecture on Triton compiles for ``sm_90a``, code that runs on no other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +46,16 @@ def choose_object(kernel: Kernel, capability: tuple[int, int]) -> KernelObject:
     Raises:
         HostUnfitError: when there is none; nothing is compiled here.
     """
-    major, minor = capability
-    device = 10 * major + minor
-    fits = [
-        (arch, item)
-        for item in kernel.objects
-        if (arch := int(item.arch.removeprefix("sm_"))) == device
-        or (arch // 10 == major and arch < min(device, _ARCH_SPECIFIC))
-    ]
+    fits = [item for item in kernel.objects if runs_on(item.arch, capability)]
     if not fits:
+        device = "".join(map(str, capability))
         found = ", ".join(item.arch for item in kernel.objects) or "none"
         raise HostUnfitError(
             f"needs a cubin that runs on sm_{device}, found {found}",
             place=f"bundle.json: kernel {kernel.name}",
             hint=f"build the image with sm_{device} in build.targets, if the pinned toolchain knows it",
         )
-    return max(fits, key=lambda fit: fit[0])[1]
+    return max(fits, key=lambda item: int(item.arch.removeprefix("sm_")))
 
 
 def choose_objects(

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
+from ralbuild.contract.decoder_spec import DecoderSpec, read_spec
 from ralbuild.runtime.cuda.buffers import Buffers, Sizes
 from ralbuild.runtime.cuda.decode import CudaGraph, DeviceLane
 from ralbuild.runtime.cuda.device import Device
 from ralbuild.runtime.cuda.driver import Driver
-from ralbuild.runtime.cuda.kv import row_positions
 from ralbuild.runtime.cuda.patch import GpuPatch
 from ralbuild.runtime.errors import ModelMismatchError, OutOfMemoryError, SelfTestError
 from ralbuild.runtime.lanes import Read
 from ralbuild.runtime.model.decoder import Decoder
-from ralbuild.runtime.model.spec import DecoderSpec, read_spec
 from ralbuild.runtime.model.weights import DTYPES, make_decoder, prepare_torch, read_weights
 from ralbuild.runtime.preflight import Checked
 from ralbuild.runtime.sampler import Draw
@@ -50,12 +49,11 @@ def require_memory(checked: Checked, spec: DecoderSpec, free: int) -> None:
     engine = checked.bundle.engine
     item = DTYPES[engine.dtype].itemsize
     weights = checked.manifest.parameters * item
-    row = row_positions(engine.max_seq_len) * 2 * spec.layers * spec.kv_heads * spec.dim * item
-    needed = weights + engine.max_batch_size * row
-    if needed > free:
+    cache = spec.cache_bytes(engine.max_batch_size, engine.max_seq_len, item)
+    if weights + cache > free:
         message = (
             f"the weights need {weights >> 20} MiB, {engine.max_batch_size} texts of {engine.max_seq_len} "
-            f"tokens {engine.max_batch_size * row >> 20} MiB; {free >> 20} MiB of the device are free"
+            f"tokens {cache >> 20} MiB; {free >> 20} MiB of the device are free"
         )
         raise OutOfMemoryError(message, hint="lower max_batch_size or max_seq_len in the config")
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 
+from ralbuild.contract.decoder_spec import DecoderSpec, Rope
 from ralbuild.runtime.model.cache import CPU, KvShape, View
 from ralbuild.runtime.model.linear import Product
-from ralbuild.runtime.model.spec import DecoderSpec, Rope
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

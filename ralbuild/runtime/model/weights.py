@@ -13,11 +13,11 @@ import safetensors
 import torch
 from torch import Tensor
 
+from ralbuild.contract.decoder_spec import DecoderSpec
 from ralbuild.runtime.errors import ModelMismatchError, OutOfMemoryError
 from ralbuild.runtime.model.cache import BatchView, KvShape
 from ralbuild.runtime.model.decoder import EMBEDDING, HEAD, Decoder, expected_shapes
 from ralbuild.runtime.model.linear import widen_linears
-from ralbuild.runtime.model.spec import DecoderSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _BENIGN = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
