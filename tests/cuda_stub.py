@@ -101,13 +101,13 @@ class Stub:
 
 
 @functools.cache
-def kernel(name: str) -> Kernel:
+def kernel(name: str, arch: str = ARCH) -> Kernel:
     """A kernel as the builder records it, through the same gate."""
-    spec, done = specs()[name], compiled(name)
-    found = inspect(spec, ARCH, done.cubin, done.ptx, PINS)
+    spec, done = specs()[name], compiled(name, arch)
+    found = inspect(spec, arch, done.cubin, done.ptx, PINS)
     cubin, ptx = (ObjectRef(sha256_hex(data), len(data)) for data in (done.cubin, done.ptx))
     shared = done.launch["shared"]
-    item = KernelObject(ARCH, cubin, ptx, found.registers, found.spill_bytes, shared, found.symbols)
+    item = KernelObject(arch, cubin, ptx, found.registers, found.spill_bytes, shared, found.symbols)
     return Kernel(
         name, spec.entry, spec.source_sha256, spec.user, found.num_warps, dict(spec.constants), found.params, (item,)
     )  # fmt: skip

@@ -70,13 +70,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def for_cuda(image: Image, names: tuple[str, ...] = OURS) -> Image:
+def for_cuda(image: Image, arch: str = cuda_stub.ARCH) -> Image:
     """Turn an image for the CPU into one for GPUs: the same tables, and kernels."""
-    chosen = tuple(cuda_stub.kernel(name) for name in names)
-    for name in names:
-        for data in (cuda_stub.compiled(name).cubin, cuda_stub.compiled(name).ptx):
+    chosen = tuple(cuda_stub.kernel(name, arch) for name in OURS)
+    for name in OURS:
+        done = cuda_stub.compiled(name, arch)
+        for data in (done.cubin, done.ptx):
             (image.path(places.OBJECTS_DIR) / cuda_stub.sha256_hex(data)).write_bytes(data)
-    patch = tuple(PatchStep(name, "1" if name == "feedback" else "slots") for name in names)
+    patch = tuple(PatchStep(name, "1" if name == "feedback" else "slots") for name in OURS)
     image.rewrite(target="cuda", kernels=chosen, patch=patch)
     return image
 
