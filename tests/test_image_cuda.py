@@ -102,7 +102,6 @@ def test_labels_say_before_a_pull_what_a_host_needs(built: Built) -> None:
 def test_the_driver_is_told_to_compile_nothing(built: Built) -> None:
     env = dict(item.split("=", 1) for item in built.config()["Env"])
     assert env["CUDA_DISABLE_PTX_JIT"] == env["CUDA_CACHE_DISABLE"] == "1"
-    assert env["CUDA_MODULE_LOADING"] == "EAGER"
 
 
 def test_inspect_shows_the_driver_and_the_architectures(built: Built) -> None:

@@ -50,8 +50,8 @@ OUR_LABELS = "io.ralbuild."
 """Prefix of every label that an image adds to its base's; those of a base start with `BASE_LABELS`."""
 _BASE_FACTS = ("lock", "python", "torch", "transformers")
 _PYTHON = "3.11."
-_NO_COMPILER = (("CUDA_DISABLE_PTX_JIT", "1"), ("CUDA_CACHE_DISABLE", "1"), ("CUDA_MODULE_LOADING", "EAGER"))
-"""The driver compiles nothing; the launcher sets and checks the same before it opens the driver."""
+_NO_COMPILER = (("CUDA_DISABLE_PTX_JIT", "1"), ("CUDA_CACHE_DISABLE", "1"))
+"""The driver compiles nothing; the launcher sets the same before it opens the driver."""
 MODEL_LAYER = "tokenizer and configuration"
 """Name of the layer with the model's small files."""
 

@@ -122,7 +122,8 @@ def _load_cuda(
     parts = text.result()
     device = Device()
     lifecycle.enter("load")
-    model = load_model(checked, plain, driver, device.place, lifecycle.progress)
+    with device.active():  # what is copied and joined there is complete before a step on the same stream
+        model = load_model(checked, plain, driver, device.place, lifecycle.progress)
     lifecycle.enter("capture")
     graph = make_graph(checked, parts.patch.tables, model, device, driver, lifecycle.progress)
     lifecycle.enter("self-test")

@@ -17,7 +17,8 @@ from ralbuild.runtime.errors import DriverError, HostUnfitError
 LIBRARY = "libcuda.so.1"
 MIN_VERSION = 12020
 """What ``cuDriverGetVersion`` of the 535 driver says: CUDA 12.2, the toolkit that made the cubins."""
-_NO_JIT = {"CUDA_DISABLE_PTX_JIT": "1", "CUDA_CACHE_DISABLE": "1", "CUDA_MODULE_LOADING": "EAGER"}
+_NO_JIT = {"CUDA_DISABLE_PTX_JIT": "1", "CUDA_CACHE_DISABLE": "1", "CUDA_MODULE_LOADING": "LAZY"}
+"""Lazy, for torch brings gigabytes of code; what a step needs is loaded when it is run before its capture."""
 _FORCES_JIT = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT")
 _PLAIN_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a block may have without asking."""

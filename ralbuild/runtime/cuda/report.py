@@ -56,6 +56,7 @@ class Reports:
         self._packed = torch.zeros((slots, columns), dtype=torch.int32, device=place)
         self._whole = [torch.zeros((slots, OUTPUT_BYTES), dtype=torch.uint8, device=place) for _ in range(2)]
         self._host = [device.pinned(slots, columns, dtype=torch.int32) for _ in range(2)]
+        self._words = [host.numpy() for host in self._host]  # the same memory
         rules = buffers.tensors["rule_events"].shape[0]
         self._events = [device.pinned(rules, dtype=torch.int32) for _ in range(2)]
         self._counted = bytes(4 * rules)
@@ -79,7 +80,7 @@ class Reports:
 
     def line(self, turn: int, row: int) -> Line:
         """Return what a step did to a slot; its copy must be complete."""
-        words = self._host[turn][row].numpy()
+        words = self._words[turn][row]
         token, step, state, size, refused, event, held = words[: _HELD + 1].tolist()
         kept = min(size, OUTPUT_BYTES)
         text = words[_HELD + 1 :].tobytes()[:kept]

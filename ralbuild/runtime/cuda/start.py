@@ -21,7 +21,8 @@ from ralbuild.runtime.preflight import Checked
 from ralbuild.runtime.sampler import Draw
 from ralbuild.runtime.steps import Patch, Tables
 
-_CHECKED_STEPS = 2
+_CHECKED_STEPS, _CANNED_TOKENS = 2, 8
+_SMALLER = "lower max_batch_size or max_seq_len in the config"
 Progress = Callable[[int, int], None]
 
 
@@ -55,13 +56,28 @@ def require_memory(checked: Checked, spec: DecoderSpec, free: int) -> None:
             f"the weights need {weights >> 20} MiB, {engine.max_batch_size} texts of {engine.max_seq_len} "
             f"tokens {cache >> 20} MiB; {free >> 20} MiB of the device are free"
         )
-        raise OutOfMemoryError(message, hint="lower max_batch_size or max_seq_len in the config")
+        raise OutOfMemoryError(message, hint=_SMALLER)
 
 
 def make_graph(
     checked: Checked, tables: Tables, model: Decoder, device: Device, driver: Driver, progress: Progress
 ) -> CudaGraph:
-    """Take the buffers, load the kernels, warm and capture every step."""
+    """Take the buffers, load the kernels, warm and capture every step.
+
+    Raises:
+        BindingError, DriverError, HostUnfitError: as `GpuPatch.load`.
+        CaptureFailedError: as `CudaGraph.prepare`.
+        OutOfMemoryError: when the device has too little for buffers and workspaces.
+    """
+    try:
+        return _make_graph(checked, tables, model, device, driver, progress)
+    except torch.cuda.OutOfMemoryError as error:
+        raise OutOfMemoryError(str(error).partition("\n")[0], place="GPU", hint=_SMALLER) from None
+
+
+def _make_graph(
+    checked: Checked, tables: Tables, model: Decoder, device: Device, driver: Driver, progress: Progress
+) -> CudaGraph:
     bundle, manifest = checked.bundle, checked.manifest
     sizes = Sizes(
         bundle.engine.max_batch_size, manifest.vocab_size, manifest.tokenizer_size, manifest.eos_token_ids
@@ -99,7 +115,7 @@ def check_graph(graph: CudaGraph, checked: Checked, oracle: Patch) -> None:
         if found != test.output:
             message = f"needs {test.output[:80]}, found {found[:80]}"
             raise SelfTestError(message, place=f"bundle.json: self_tests[{number}]")
-    canned = next((test.tokens for test in checked.bundle.self_tests if test.tokens), (0,))
+    canned = next((test.tokens for test in checked.bundle.self_tests if test.tokens), (0,))[:_CANNED_TOKENS]
     exact = not any(kernel.user for kernel in checked.bundle.kernels)
     for slots, span in graph.shapes:
         graph.least_span = span
