@@ -77,7 +77,7 @@ class StubDevice:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        with cuda_errors(), torch.inference_mode():
+        with cuda_errors(), torch.no_grad():
             yield
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:

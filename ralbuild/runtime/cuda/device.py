@@ -63,7 +63,7 @@ class Device:
         """Let the body's torch operations run on the stream; raises as `cuda_errors`."""
         with (
             cuda_errors(),
-            torch.inference_mode(),
+            torch.no_grad(),
             torch.cuda.device(self.place),
             torch.cuda.stream(self._stream),
         ):
