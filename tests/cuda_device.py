@@ -18,17 +18,19 @@ from typing import Any, ClassVar
 import cuda_stub
 import numpy as np
 import pytest
-import simulate_support
 import torch
 from cuda_stub import Stub
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ralbuild.contract.bundle import Kernel
 from ralbuild.runtime.cuda.device import cuda_errors
 from ralbuild.runtime.cuda.driver import Driver, Function, Module, Stream
 from ralbuild.runtime.cuda.graphs import Graphs
 from ralbuild.runtime.cuda.patch import GpuPatch
 from ralbuild.runtime.cuda.pool import Pool
+from ralbuild.simulate.ptx.model import Module as PtxModule
+from ralbuild.simulate.ptx.parser import parse_module
 from ralbuild.simulate.session import Options, Session
 
 FORBIDDEN = {
@@ -116,8 +118,17 @@ class StubDevice:
             host.copy_(data)
 
 
+KERNELS: dict[str, tuple[Kernel, PtxModule]] = {}
+"""What is run for an entry: the bundle's record of the kernel, and its PTX."""
+
+
+def know(kernel: Kernel, ptx: bytes) -> None:
+    """Let launches of a kernel run this PTX."""
+    KERNELS[kernel.entry] = kernel, parse_module(ptx.decode())
+
+
 class SimulatedDriver(Driver):
-    """The door on the stub library; kernels run."""
+    """The door on the stub library; kernels that are known run."""
 
     stub: ClassVar[Stub]
 
@@ -125,7 +136,6 @@ class SimulatedDriver(Driver):
         super().__init__(library=self.stub.path)
         self._entries: dict[int, str] = {}
         self._sessions: dict[tuple[str, int, bytes], Session] = {}
-        self.launches = 0
 
     def function(self, module: Module, entry: str, shared_bytes: int) -> Function:
         found = super().function(module, entry, shared_bytes)
@@ -145,15 +155,14 @@ class SimulatedDriver(Driver):
     def _run(self, entry: str, grid: int, shared_bytes: int, block: bytes) -> None:
         key = (entry, grid, block)
         if key not in self._sessions:
-            name = next(name for name in cuda_stub.STEPS if cuda_stub.kernel(name).entry == entry)
+            kernel, module = KERNELS[entry]
             values = {
                 param.name: _argument(param.type, block[param.offset : param.offset + param.size])
-                for param in cuda_stub.kernel(name).params
+                for param in kernel.params
                 if not param.hidden
             }
-            module, options = simulate_support.module(name), Options(shared=shared_bytes)
+            options = Options(shared=shared_bytes)
             self._sessions[key] = Session(module, entry, (grid, 1, 1), values, options)
-        self.launches += 1
         self._sessions[key].launch()
 
 
@@ -189,6 +198,7 @@ def on_device(stub: Stub) -> Iterator[None]:
     """Let `boot` find this device; afterwards the stub must have nothing to complain of."""
     stub.reset()
     ARRAYS.clear()
+    KERNELS.clear()
     with pytest.MonkeyPatch.context() as patched:
         for kind in (SimulatedDriver, StubDevice, WatchedPool):
             patched.setattr(kind, "stub", stub, raising=False)

@@ -6,20 +6,25 @@ feedback, and that texts, tokens and events are those of the CPU target.
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
+import signal
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import cuda_device
 import cuda_stub
 import pytest
 import torch
-from cuda_device import StubDevice, on_device
+from cuda_device import StubDevice, know, on_device
 from cuda_stub import Stub
 from runtime_fixtures import Image, Rules, Runtime, make_image, make_model, refused, token_bytes
 from test_runtime_decode import by_transformers
@@ -28,8 +33,11 @@ from ralbuild.contract import places
 from ralbuild.contract.bundle import Engine as EngineSizes
 from ralbuild.contract.bundle import PatchStep
 from ralbuild.contract.decoder_spec import read_spec
+from ralbuild.runtime import worker
 from ralbuild.runtime.boot import boot
+from ralbuild.runtime.cuda.decode import _split
 from ralbuild.runtime.cuda.device import cuda_errors
+from ralbuild.runtime.cuda.report import Line
 from ralbuild.runtime.cuda.start import require_memory
 from ralbuild.runtime.errors import DriverError, OutOfMemoryError
 from ralbuild.runtime.lifecycle import Lifecycle
@@ -106,6 +114,8 @@ def cpu(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servi
 def gpu(stub: Stub, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     image = for_cuda(make_image(tmp_path_factory.mktemp("gpu") / "root", model, PROFILES, engine=SIZES))
     with on_device(stub):
+        for name in OURS:
+            know(cuda_stub.kernel(name), cuda_stub.compiled(name).ptx)
         service = start(image)
         yield service
         service.engine.stop()
@@ -315,6 +325,26 @@ def test_a_driver_that_fails_ends_the_worker_and_another_one_is_tried(image: Ima
         runtime.close()
 
 
+@pytest.mark.parametrize(("failure", "status"), [(DriverError("an illegal memory access"), 88), (None, 1)])
+def test_a_worker_whose_loop_has_ended_ends_with_the_status_of_the_reason(
+    failure: DriverError | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = SimpleNamespace(alive=False, failure=failure)
+    service = SimpleNamespace(
+        engine=ended, info=dict, bundle=SimpleNamespace(engine=SimpleNamespace(idle_unload=0))
+    )
+    monkeypatch.setattr(worker, "_load", lambda _line, _settings: service)
+    monkeypatch.setattr(worker.os, "_exit", lambda _status: None)  # its listener's, when the socket ends
+    before = signal.getsignal(signal.SIGINT)
+    ours, theirs = socket.socketpair()
+    try:
+        with ours, theirs:
+            assert worker.main([str(os.dup(theirs.fileno()))]) == status
+    finally:
+        signal.signal(signal.SIGINT, before)
+        gc.unfreeze()
+
+
 def test_a_cubin_for_other_devices_is_refused_before_torch_is_imported(image: Image, stub: Stub) -> None:
     image.rewrite(
         kernels=tuple(
@@ -363,6 +393,22 @@ def test_what_does_not_fit_into_the_device_is_refused_with_numbers(
     require_memory(checked, spec, checked.manifest.parameters * 4 + cache)
 
 
+@pytest.mark.parametrize(
+    ("text", "size", "tail", "parts"),
+    [
+        (b"ab END", 6, b" END", (b"ab", b" END")),
+        (b"ab", 2, b"", (b"ab", b"")),
+        (b"AB end", 6, b" END", (b"AB end", b"")),  # a user's kernel has been there
+        (b"x" * 4096, 4098, b" END", (b"x" * 4094, b" END")),
+        (b"x" * 4096, 9000, b" END", (b"x" * 4096, b" END")),
+    ],
+)
+def test_the_end_of_a_text_is_parted_from_what_the_rules_append(
+    text: bytes, size: int, tail: bytes, parts: tuple[bytes, bytes]
+) -> None:
+    assert _split(Line(2, 1, -1, size, 0, 0, 0, text), tail) == parts
+
+
 # The device of memory itself: what a GPU would punish, made on purpose
 
 
@@ -389,7 +435,7 @@ def test_a_replay_sees_new_contents_and_no_decision_of_the_host(device: StubDevi
 @pytest.mark.parametrize(
     "mistake",
     [
-        lambda x: x.item(), lambda x: torch.tensor([1, 2]), lambda x: x.nonzero(),
+        lambda x: x[0].item(), lambda x: torch.tensor([1, 2]), lambda x: x.nonzero(),
         lambda x: bool(x.any()),
     ],
 )  # fmt: skip

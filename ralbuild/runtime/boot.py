@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _KV_SHARE = 0.8
 """Part of the memory left after loading that keys and values may take."""
 _CANNED_STEPS = 2
+_GPU_READS = (2048, 512)
+"""Prompt tokens read in one go on a GPU, alone and beside others: a pass costs the host the same, whatever
+its length. Chosen, not measured."""
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -67,7 +70,7 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
         graph = load(settings, lifecycle, checked, text)
         hashed.result()
     parts = text.result()
-    from ralbuild.runtime.engine import Engine
+    from ralbuild.runtime.engine import ALONE, SHARED, Engine
     from ralbuild.runtime.prompts import Prompts
     from ralbuild.runtime.service import Service
 
@@ -83,6 +86,7 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
         slots=bundle.engine.max_batch_size,
         queue=settings.queue,
         kv_bytes=kv_bytes,
+        reads=_GPU_READS if bundle.target == "cuda" else (ALONE, SHARED),
     )
     engine.start()
     log_line(f"RAL patch applied to graph_id=0x{id(graph):x} bundle=sha256:{checked.digest}")

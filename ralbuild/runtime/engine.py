@@ -21,7 +21,7 @@ from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.text import TextStream
 
 ALONE, SHARED = 512, 128
-"""Prompt tokens read in one go: by a text with nobody beside it, and by all that share a forward pass."""
+"""Prompt tokens read in one go on a CPU: by a text with nobody beside it, and by all that share a pass."""
 
 
 class Generation:
@@ -50,13 +50,24 @@ class Engine:
         slots: int,
         queue: int,
         kv_bytes: int,
+        reads: tuple[int, int] = (ALONE, SHARED),
     ) -> None:
+        """Take a graph.
+
+        Args:
+            eos: ids that end a text.
+            slots: texts that run or are read at once.
+            queue: requests that may wait beside them.
+            kv_bytes: what the cache may hold for texts.
+            reads: prompt tokens read in one go, by a text with nobody beside it and by all that share a step.
+        """
         self._graph = graph
         self._eos = eos
         self._metrics = metrics
         self._slots = slots
         self._queue = queue
         self._kv_bytes = kv_bytes
+        self._reads = reads
         self._reserved = 0
         self._waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
@@ -215,7 +226,8 @@ class Engine:
             return []
         left = {generation: _unread(generation) for generation in self._reading}
         first, *others = self._reading
-        budget = SHARED if self._running or others else ALONE
+        alone, shared = self._reads
+        budget = shared if self._running or others else alone
         shares = {first: min(left[first], budget if not others else budget // 2)}
         for generation in sorted(others, key=left.__getitem__):
             share = min(left[generation], budget - sum(shares.values()))

@@ -45,6 +45,7 @@ class DeviceText:
     Attributes:
         profile, draw, prompt, limit: how it began.
         ended: the device has written its end, and what the rules append.
+        tail: the part of that which the rules append.
         row: its slot on the device; -1 before it is opened.
     """
 
@@ -59,6 +60,7 @@ class DeviceText:
     held: int = 0
     stopped: bool = False
     ended: bool = False
+    tail: bytes = b""
     events: list[int] = field(default_factory=list)
     refused: int = 0
     masked: int = 0
@@ -93,9 +95,9 @@ class DeviceRules:
 
         A text that has reached its limit is idle on the device, undecided bytes and all: they are read back.
         """
-        tail, events = self.appended(slot.profile)
         if slot.ended:
-            return b"", tail
+            return b"", slot.tail
+        tail, events = self.appended(slot.profile)
         if cut:
             slot.events += events
             return b"", tail
@@ -326,8 +328,7 @@ class CudaGraph:
         slot.exhausted = line.event > 1
         slot.output, slot.ended = line.text, line.state < 0
         if slot.ended:
-            tail, _ = self.patch.appended(slot.profile)
-            slot.output = line.text[: line.size - len(tail)]
+            slot.output, slot.tail = _split(line, self.patch.appended(slot.profile)[0])
             slot.stopped = line.token not in self._sizes.eos_ids
         if lane.ban is not None and slot.draw.logprobs is not None and not slot.exhausted:
             slot.logprob = self._logprob(lane, lane.ban, lane.rows[turn], slot.draw.logprobs)
@@ -342,3 +343,14 @@ class CudaGraph:
         if token not in self._sizes.eos_ids:
             ban.advance(vocab[token])
         return found
+
+
+def _split(line: Line, tail: bytes) -> tuple[bytes, bytes]:
+    """Part the end of a text into what the model wrote and what the rules appended.
+
+    What the step had no room for is made up for, if it was appended. A user's kernel may have rewritten
+    the end: then nothing tells the parts from one another, and all of it is the model's.
+    """
+    if line.size > len(line.text):
+        return line.text[: line.size - len(tail)], tail
+    return (line.text.removesuffix(tail), tail) if line.text.endswith(tail) else (line.text, b"")
