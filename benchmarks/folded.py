@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ralbuild.contract.codec import parse_json
+from ralbuild.contract.decoder_spec import DecoderSpec, read_spec
 from ralbuild.runtime.host import usable_cpus
-from ralbuild.runtime.model.graph import DecodeGraph, Lane, Read
-from ralbuild.runtime.model.spec import DecoderSpec, read_spec
+from ralbuild.runtime.lanes import Read
+from ralbuild.runtime.model.graph import DecodeGraph, Lane
 from ralbuild.runtime.model.weights import DTYPES, load_decoder, prepare_torch, read_weights
 from ralbuild.runtime.preflight import Checked, check_files
 from ralbuild.runtime.sampler import Draw, Logits

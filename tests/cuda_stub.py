@@ -6,11 +6,12 @@ not ours, say how each function is called and under which name it is exported.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,10 @@ from compile_support import PINS, compiled, specs, toolchain
 from ralbuild.compile.gate import inspect
 from ralbuild.contract.bundle import Kernel, KernelObject, ObjectRef, PatchStep
 from ralbuild.contract.codec import sha256_hex
-from ralbuild.runtime.cuda.driver import Driver, Stream
-from ralbuild.runtime.cuda.patch import GpuPatch
-from ralbuild.runtime.cuda.pool import Pool
 
 SOURCE = Path(__file__).with_name("stub_libcuda.c")
 STEPS = ("penalize", "sample", "transduce", "html_enhancer", "feedback")
 ARCH = "sm_80"  # that of `compiled`, which other tests share
-BUFFER_BYTES = 4096
 
 
 def header() -> Path:
@@ -49,6 +46,41 @@ class Stub:
         self._library.stub_log.restype = self._library.stub_faults.restype = ctypes.c_char_p
         self.reset()
 
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function that torch would call, on a device; the door has no need of it."""
+        status = getattr(self._library, name)(
+            *(c_void_p(item) if isinstance(item, int) else item for item in arguments)
+        )
+        if status:
+            raise RuntimeError(f"CUDA error: {name} failed with {status}")
+
+    def stream(self) -> int:
+        found = c_void_p()
+        status = self._library.cuStreamCreate(byref(found), 1)
+        assert not status
+        assert found.value
+        return found.value
+
+    @contextlib.contextmanager
+    def captured(self, stream: int) -> Iterator[list[int]]:
+        """Capture as ``torch.cuda.graph`` does; the list then holds a graph that can be launched."""
+        out: list[int] = []
+        graph, ready = c_void_p(), c_void_p()
+        self.call("cuStreamBeginCapture_v2", stream, c_int(0))
+        try:
+            yield out
+        except BaseException:
+            self._library.cuStreamEndCapture(c_void_p(stream), byref(graph))
+            raise
+        self.call("cuStreamEndCapture", stream, byref(graph))
+        self.call("cuGraphInstantiateWithFlags", byref(ready), graph, c_uint64(0))
+        self.call("cuGraphDestroy", graph)
+        out.append(ready.value or 0)
+
+    def own(self, address: int, size: int) -> None:
+        """Let the stub take memory for allocated on the device."""
+        self._library.stub_own(c_void_p(address), c_size_t(size))
+
     def reset(self, sm: int = 80, version: int = 12020) -> None:
         self._library.stub_reset(sm, version)
 
@@ -69,13 +101,13 @@ class Stub:
 
 
 @functools.cache
-def kernel(name: str) -> Kernel:
+def kernel(name: str, arch: str = ARCH) -> Kernel:
     """A kernel as the builder records it, through the same gate."""
-    spec, done = specs()[name], compiled(name)
-    found = inspect(spec, ARCH, done.cubin, done.ptx, PINS)
+    spec, done = specs()[name], compiled(name, arch)
+    found = inspect(spec, arch, done.cubin, done.ptx, PINS)
     cubin, ptx = (ObjectRef(sha256_hex(data), len(data)) for data in (done.cubin, done.ptx))
     shared = done.launch["shared"]
-    item = KernelObject(ARCH, cubin, ptx, found.registers, found.spill_bytes, shared, found.symbols)
+    item = KernelObject(arch, cubin, ptx, found.registers, found.spill_bytes, shared, found.symbols)
     return Kernel(
         name, spec.entry, spec.source_sha256, spec.user, found.num_warps, dict(spec.constants), found.params, (item,)
     )  # fmt: skip
@@ -91,33 +123,3 @@ def objects() -> dict[str, bytes]:
 
 def steps() -> list[PatchStep]:
     return [PatchStep(name, "1" if name == "feedback" else "slots") for name in STEPS]
-
-
-@dataclass
-class Rig:
-    """A driver on the stub with every buffer that the kernels name."""
-
-    stub: Stub
-    driver: Driver
-    stream: Stream
-    pool: Pool
-    values: dict[str, int]
-
-    def load(self, **changed: Any) -> GpuPatch:
-        named: Mapping[str, Kernel] = {**kernels(), **changed.pop("kernels", {})}
-        given: dict[str, Any] = {
-            "values": self.values,
-            "max_slots": 6,
-            "patch": steps(),
-            "objects": objects(),
-        }
-        return GpuPatch.load(self.driver, self.stream, kernels=list(named.values()), **{**given, **changed})
-
-
-def rig(stub: Stub) -> Rig:
-    driver = Driver(library=stub.path)
-    params = [param for item in kernels().values() for param in item.params if not param.hidden]
-    pointers = sorted({param.buffer for param in params if param.type.startswith("*")})
-    pool = Pool(driver, dict.fromkeys(pointers, BUFFER_BYTES))
-    numbers = {param.buffer: 48 for param in params if not param.type.startswith("*")}
-    return Rig(stub, driver, driver.stream(), pool, {**numbers, **pool.addresses})

@@ -57,8 +57,13 @@ void stub_fail(const char *name, int code, int after) {
     fail_code = code;
     fail_after = after;
 }
+/* Memory that the test holds (torch's, where a device would have its own). */
+void stub_own(void *base, size_t size) {
+    memory[memory_count].base = base;
+    memory[memory_count].size = size;
+    memory[memory_count++].alive = 1;
+}
 void stub_reset(int sm, int driver) {
-    for (int i = 0; i < memory_count; i++) free(memory[i].base);
     kernel_count = module_count = memory_count = graph_count = stream_count = 0;
     memset(graphs, 0, sizeof graphs);
     memset(memory, 0, sizeof memory);
@@ -115,6 +120,7 @@ CUresult CUDAAPI cuGetErrorString(CUresult error, const char **text) {
 }
 
 CUresult CUDAAPI cuInit(unsigned int flags) {
+    if (getenv("STUB_FAIL")) stub_fail(getenv("STUB_FAIL"), CUDA_ERROR_OUT_OF_MEMORY, 0);
     ENTER(0);
     const char *names[] = {"CUDA_DISABLE_PTX_JIT", "CUDA_CACHE_DISABLE"};
     for (int i = 0; i < 2; i++) {
@@ -167,29 +173,6 @@ CUresult CUDAAPI cuMemGetInfo(size_t *left, size_t *total) {
     for (int i = 0; i < memory_count; i++) if (memory[i].alive) *left -= memory[i].size;
     return CUDA_SUCCESS;
 }
-CUresult CUDAAPI cuMemAlloc(CUdeviceptr *address, size_t size) {
-    ENTER(1);
-    UNSAFE();
-    if (!size || memory_count == MAX) return CUDA_ERROR_INVALID_VALUE;
-    Memory *made = &memory[memory_count++];
-    made->size = size;
-    made->base = aligned_alloc(256, (size + 255) / 256 * 256);
-    made->alive = 1;
-    say("cuMemAlloc size=%zu\n", size);
-    *address = (CUdeviceptr)(uintptr_t)made->base;
-    return CUDA_SUCCESS;
-}
-CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
-    ENTER(1);
-    UNSAFE();
-    for (int i = 0; i < memory_count; i++)
-        if (memory[i].alive && address == (CUdeviceptr)(uintptr_t)memory[i].base) {
-            memory[i].alive = 0;
-            say("cuMemFree\n");
-            return CUDA_SUCCESS;
-        }
-    return fault(CUDA_ERROR_INVALID_VALUE, "memory freed that is not allocated\n");
-}
 static CUresult check_stream(CUstream stream, const char *name) {
     if (index_of(stream, 's', stream_count) < 0) return fault(CUDA_ERROR_INVALID_HANDLE, "%s on no stream of ours\n", name);
     if (capturing && stream != handle('s', capturing - 1)) {
@@ -199,23 +182,6 @@ static CUresult check_stream(CUstream stream, const char *name) {
     return CUDA_SUCCESS;
 }
 #define STREAM(stream) do { CUresult code_ = check_stream(stream, __func__); if (code_) return code_; } while (0)
-
-CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t size, CUstream stream) {
-    ENTER(1);
-    UNSAFE(); /* pageable memory */
-    STREAM(stream);
-    if (!allocated(to, size)) return fault(CUDA_ERROR_INVALID_VALUE, "a copy beyond what is allocated\n");
-    memcpy((void *)(uintptr_t)to, from, size);
-    return CUDA_SUCCESS;
-}
-CUresult CUDAAPI cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t size, CUstream stream) {
-    ENTER(1);
-    UNSAFE();
-    STREAM(stream);
-    if (!allocated(from, size)) return fault(CUDA_ERROR_INVALID_VALUE, "a copy beyond what is allocated\n");
-    memcpy(to, (const void *)(uintptr_t)from, size);
-    return CUDA_SUCCESS;
-}
 
 /* The parameter table of one .nv.info.<kernel> section: attributes 0x17 (a parameter), 0x19 (bytes of
    all), 0x10 (threads of a block). */
@@ -375,6 +341,14 @@ CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
     UNSAFE();
     STREAM(stream);
     say("cuStreamSynchronize\n");
+    return CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+    ENTER(1);
+    if (index_of(stream, 's', stream_count) < 0)
+        return fault(CUDA_ERROR_INVALID_HANDLE, "%s on no stream of ours\n", __func__);
+    *status = !capturing || stream != handle('s', capturing - 1) ? CU_STREAM_CAPTURE_STATUS_NONE
+        : broken ? CU_STREAM_CAPTURE_STATUS_INVALIDATED : CU_STREAM_CAPTURE_STATUS_ACTIVE;
     return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {

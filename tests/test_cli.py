@@ -149,7 +149,7 @@ def add_kernel(work: Path) -> None:
         (add_kernel, [], 2, "'mine' is a user kernel"),
         (lambda w: None, ["--output", "ftp:x"], 2, "--output"),
         (lambda w: None, ["--output", "registry:team/demo"], 2, "the host must be written out"),
-        (lambda w: None, ["--target", "cuda"], 2, "not supported in this version"),
+        (lambda w: None, ["--target", "cuda"], 2, "needs an architecture, found none"),
         (lambda w: None, ["--targt", "cpu"], 2, "unrecognized arguments"),
         (lambda w: None, ["--arch", "sm_10"], 2, "unknown architecture 'sm_10'"),
         (lambda w: None, ["--tag", "Bad Tag"], 2, "--tag"),

@@ -19,13 +19,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ralbuild.contract.bundle import Engine
+from ralbuild.contract.decoder_spec import DecoderSpec, read_spec
 from ralbuild.runtime.errors import ModelMismatchError
+from ralbuild.runtime.lanes import Read
 from ralbuild.runtime.model.cache import BUCKET, KvShape, SlotCache, capacity_for
 from ralbuild.runtime.model.decoder import frequencies
 from ralbuild.runtime.model.families import import_family
-from ralbuild.runtime.model.graph import DecodeGraph, Lane, Read
+from ralbuild.runtime.model.graph import DecodeGraph, Lane
 from ralbuild.runtime.model.linear import MANY_ROWS, Product, widen_linears
-from ralbuild.runtime.model.spec import DecoderSpec, read_spec
 from ralbuild.runtime.model.weights import LoadedModel, load_decoder, load_module, read_weights
 from ralbuild.runtime.preflight import check_files
 from ralbuild.runtime.sampler import Draw

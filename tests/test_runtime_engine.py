@@ -18,7 +18,7 @@ from ralbuild.contract.bundle import Engine as EngineSizes
 from ralbuild.runtime.app import Api
 from ralbuild.runtime.boot import boot
 from ralbuild.runtime.engine import Engine
-from ralbuild.runtime.errors import ApiError
+from ralbuild.runtime.errors import ApiError, DriverError
 from ralbuild.runtime.exposition import ServerMetrics
 from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.listening import bind
@@ -197,13 +197,14 @@ def test_a_waiting_request_that_is_cancelled_never_runs(serve: Callable[..., Ser
 class Breaks:
     """A step that fails once, at its n-th call."""
 
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls: int, error: Exception | None = None) -> None:
         self.calls = calls
+        self.error = error or RuntimeError("broken on purpose")
 
     def run(self, _logits: Any, _slots: Any) -> None:
         self.calls -= 1
         if self.calls == 0:
-            raise RuntimeError("broken on purpose")
+            raise self.error
 
 
 @pytest.mark.parametrize("calls", [1, 2, 9])
@@ -221,6 +222,23 @@ def test_a_failed_step_ends_its_requests_and_the_next_ones_are_whole(
     assert sample(service, "ralbuild_step_failures_total") == 1
     assert sample(service, "ralbuild_requests_running") == 0
     assert "step failed error=RuntimeError" in capsys.readouterr().err
+
+
+def test_a_lost_device_ends_the_loop_with_the_status_of_its_error(
+    serve: Callable[..., Service], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such an error stays with the process: every later step would fail as well."""
+    service = serve()
+    patch = service.engine._graph.patch
+    patch.steps = (*patch.steps, Breaks(3, DriverError("an illegal memory access")))
+    pieces, waiting = collect(service, [order(), order()])
+    assert pieces[-1].error
+    assert waiting[-1].error
+    service.engine.join(30)
+    assert not service.engine.alive
+    assert service.engine.failure is not None
+    assert service.engine.failure.exit_code == 88
+    assert "step failed error=DriverError" in capsys.readouterr().err
 
 
 def test_a_failure_inside_a_stream_reaches_the_openai_client_as_an_error(

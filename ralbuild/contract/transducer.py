@@ -32,6 +32,8 @@ docs/rules.md gives the meaning.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ralbuild.contract.machine import Machine
 from ralbuild.contract.memo import PlaceKey
 from ralbuild.contract.slot import Slot
@@ -65,6 +67,25 @@ class Transducer(Machine):
         row = self.modes[mode]
         here = self.memo.place(PlaceKey(mode, row.redact, row.rule, b"", 0, -1, 0))
         return Slot(self, mode, row.mark, row.redact, row.rule, here)
+
+    def resume(self, state: int, front: Sequence[int], raw: bytes, end: int) -> Slot:
+        """Return the slot that a device's registers describe: what `Slot.registers` gives, read backwards.
+
+        Args:
+            state: ``fst_state``, of a text that has not ended.
+            front: the row of that name.
+            raw: the undecided bytes, of the ``end`` bytes that were read in all.
+        """
+        base = end - len(raw)
+        mode, mark, redact, free, redact_at, start, best, best_end = front
+        slot = Slot(self, mode & 0xFFFF, mark, redact, state, None, raw=raw)
+        slot.free, slot.seen = free - base, len(raw)
+        slot.read = slot.start = start - base
+        slot.redact_at = redact_at - base
+        slot.best, slot.best_end = best, best_end - base if best >= 0 else 0
+        classes = self.classes(raw[slot.start : slot.redact_at])
+        slot.rule_class, slot.redact_class = (bytearray(slot.start) + side for side in classes)
+        return slot
 
     def rewrite(self, profile: int, data: bytes) -> tuple[bytes, list[int]]:
         """Rewrite a whole text; return the output and the rule ids that matched, in order."""

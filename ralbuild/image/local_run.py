@@ -139,11 +139,18 @@ def run_image(
     """Run an image until it ends; signals go to it. Return its exit status (128 and the signal's number).
 
     Raises:
-        ImageError, HostError: as `prepare_tree` and `run_tree`.
+        ImageError, HostError: as `prepare_tree` and `run_tree`, and for an image that is for GPUs.
     """
+    config = read_run_config(layout, name)
+    if (config.get("Labels") or {}).get("io.ralbuild.target") == "cuda":
+        raise HostError(
+            "an image for GPUs needs the driver's library, which only a container engine mounts",
+            place=str(layout),
+            hint="docker run --gpus all",
+        )
     report.step("unpacking the image")
     tree = prepare_tree(layout, report, name)
-    process = run_tree(tree, read_run_config(layout, name), port, report, host=host, mode=mode)
+    process = run_tree(tree, config, port, report, host=host, mode=mode)
 
     def forward(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)

@@ -40,6 +40,7 @@ from ralbuild.image.plan import (
 )
 from ralbuild.pins import load_pins
 from ralbuild.render import entrypoint
+from ralbuild.weights.decoder import decoder_spec
 from ralbuild.weights.reading import WeightShard
 from ralbuild.weights.scan import ScannedModel
 
@@ -49,6 +50,8 @@ OUR_LABELS = "io.ralbuild."
 """Prefix of every label that an image adds to its base's; those of a base start with `BASE_LABELS`."""
 _BASE_FACTS = ("lock", "python", "torch", "transformers")
 _PYTHON = "3.11."
+_NO_COMPILER = (("CUDA_DISABLE_PTX_JIT", "1"), ("CUDA_CACHE_DISABLE", "1"))
+"""The driver compiles nothing; the launcher sets the same before it opens the driver."""
 MODEL_LAYER = "tokenizer and configuration"
 """Name of the layer with the model's small files."""
 
@@ -125,6 +128,7 @@ def run_config(bundle_sha256: str, labels: Mapping[str, str]) -> ImageConfig:
             ("RAL_BUNDLE_SHA256", bundle_sha256),
             # Idle compute threads sleep: spinning ones starve the other colour during a switch.
             ("OMP_WAIT_POLICY", "PASSIVE"),
+            *(_NO_COMPILER if labels.get("io.ralbuild.target") == "cuda" else ()),
         ),
         entrypoint=(ENTRYPOINT,),
         user=f"{USER_ID}:{USER_ID}",
@@ -177,6 +181,8 @@ def image_labels(parts: ImageParts) -> dict[str, str]:
             "io.ralbuild.cuda.driver": pins.cuda.driver_floor,
             "io.ralbuild.cuda.ptx": ".".join(map(str, pins.cubin.ptx_max)),
         }
+    if bundle.target == "cuda":
+        labels["io.ralbuild.cuda.memory"] = str(_device_bytes(parts))
     if parts.interpreter is not None:
         labels["io.ralbuild.cpu_user_kernels"] = f"interpreted by {parts.interpreter.name}"
     if parts.simulated:
@@ -198,6 +204,15 @@ def _model_labels(parts: ImageParts) -> dict[str, str]:
 def _resident_bytes(manifest: ModelManifest, dtype: str) -> int:
     """Return the memory that the weights take once loaded; keys and values come on top."""
     return manifest.parameters * (4 if dtype == "float32" else 2)
+
+
+def _device_bytes(parts: ImageParts) -> int:
+    """Return what a server takes of a GPU: weights, and keys and values of all slots, taken at its start."""
+    engine, spec = parts.bundle.engine, decoder_spec(parts.model)
+    assert not isinstance(spec, str)  # `refuse_unservable`
+    weights = _resident_bytes(parts.model.manifest, engine.dtype)
+    item = 4 if engine.dtype == "float32" else 2
+    return weights + spec.cache_bytes(engine.max_batch_size, engine.max_seq_len, item)
 
 
 def check_base(base: BaseImage, target: str) -> None:

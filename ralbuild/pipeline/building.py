@@ -20,7 +20,7 @@ from ralbuild.image.planning import ImageParts, plan_image
 from ralbuild.image.registry.connect import Registries, open_registries
 from ralbuild.image.registry.profiles import check_limits, check_sizes
 from ralbuild.image.write import WrittenImage
-from ralbuild.pipeline.checks import refuse_target
+from ralbuild.pipeline.checks import refuse_unservable
 from ralbuild.pipeline.compiling import Compiled, compile_model
 from ralbuild.pipeline.proving import prove_kernels
 from ralbuild.pipeline.request import BuildRequest
@@ -36,7 +36,6 @@ def build_image(
     request: BuildRequest, outputs: tuple[Output, ...], tag: str, report: Report
 ) -> tuple[Compiled, Image, WrittenImage]:
     """Verify, fold, compile, plan and write an image."""
-    refuse_target(request.target)
     request.attest.check_outputs(outputs)
     if request.volume or request.modelpack:
         check_takes_companions(outputs)
@@ -54,7 +53,6 @@ def plan_only(
     request: BuildRequest, outputs: tuple[Output, ...], report: Report
 ) -> tuple[Compiled, ImagePlan, Image]:
     """Do everything but write the image: for ``--dry-run`` and ``--check-repro``."""
-    refuse_target(request.target)
     with open_registries(request.registry) as registries:
         compiled, plan, image = _make(request, outputs, report, registries)
         for output in outputs:
@@ -73,6 +71,7 @@ def _make(
     """Verify, fold, compile, prove and plan: all that comes before writing."""
     _check_caps(request, outputs, registries)
     compiled = compile_model(request, report, copies)
+    refuse_unservable(compiled.bundle, compiled.model)
     proof = prove_kernels(request, compiled, report)
     plan, image = assemble(request, compiled, report, registries, proof)
     return compiled, plan, image
@@ -90,6 +89,7 @@ def render_context(request: BuildRequest, out: Path, report: Report) -> Path:
     if os.path.lexists(out):
         raise UsageError("is already there", place=str(out), hint="name a new folder")
     compiled = compile_model(request, report)
+    refuse_unservable(compiled.bundle, compiled.model)
     with open_registries(request.registry) as registries:
         plan, _ = assemble(request, compiled, report, registries)
     from ralbuild.image.context import write_context

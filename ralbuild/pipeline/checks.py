@@ -9,6 +9,7 @@ from ralbuild.contract import bundle as contract
 from ralbuild.contract.families import SERVED_FAMILIES
 from ralbuild.errors import ConfigError, UsageError, WeightsError
 from ralbuild.pipeline.request import Target
+from ralbuild.weights.decoder import decoder_spec
 from ralbuild.weights.scan import ScannedModel
 
 
@@ -60,13 +61,27 @@ def engine_of(loaded: LoadedConfig, model: ScannedModel, target: Target) -> cont
     return contract.Engine(config.max_batch_size, length, dtype, config.runtime.idle_unload)
 
 
-def refuse_target(target: Target) -> None:
-    """Raise UsageError for a target that no image can be built for."""
-    if target == "cuda":
+def refuse_unservable(bundle: contract.Bundle, model: ScannedModel) -> None:
+    """Refuse an image for GPUs that could not start on any.
+
+    Raises:
+        UsageError: when no architecture was asked for.
+        WeightsError: when our own decoder does not run the model: there is no other code on a GPU.
+    """
+    if bundle.target != "cuda":
+        return
+    if not any(kernel.objects for kernel in bundle.kernels):
         raise UsageError(
-            "images for cuda are not supported in this version: the engine runs on the CPU",
-            place="--target",
-            hint="`ralbuild compile --target cuda` compiles the kernels; `--target cpu` builds an image",
+            "an image for GPUs needs an architecture, found none",
+            place="build.targets",
+            hint="name one: --arch sm_80",
+        )
+    spec = decoder_spec(model)
+    if isinstance(spec, str):
+        raise WeightsError(
+            f"a GPU image runs ralbuild's own decoder, which does not run this model: {spec}",
+            place="config.json",
+            hint="`--target cpu` builds an image that runs it with transformers' code",
         )
 
 

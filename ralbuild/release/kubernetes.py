@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ralbuild.errors import UsageError
-from ralbuild.release.preflight import needs_of, ready_budget
+from ralbuild.release.preflight import host_needs_of, ready_budget
 from ralbuild.release.references import require_digest
 from ralbuild.release.runtime_rules import MOUNTED, RULES_ENV
 from ralbuild.render import RenderedFile, render_text
@@ -135,7 +135,7 @@ def _workloads(wanted: Deployment, values: dict[str, Any]) -> list[tuple[str, by
 
 
 def _values(wanted: Deployment) -> dict[str, Any]:
-    needs = needs_of(wanted.labels) >> 20
+    needs = host_needs_of(wanted.labels) >> 20
     return {
         "app": wanted.app,
         "image": wanted.image,

@@ -10,7 +10,7 @@ from ralbuild.config.probes import load_probes
 from ralbuild.errors import HostError, UsageError
 from ralbuild.release.containers import ContainerHost
 from ralbuild.release.journal import Plan
-from ralbuild.release.preflight import check_driver, free_room, needs_of, ready_budget
+from ralbuild.release.preflight import check_device, free_room, needs_of, ready_budget
 from ralbuild.release.proxy import Proxy
 from ralbuild.release.site import COLOURS, Deployed, Site, other
 from ralbuild.release.source import Found
@@ -45,7 +45,7 @@ def plan_up(
         ConfigError: when the probe file is wrong.
         UsageError: when the proxy cannot do the mode.
     """
-    check_driver(found.labels)
+    check_device(found.labels)
     if wishes.probes is not None:
         load_probes(wishes.probes)
     state = site.state

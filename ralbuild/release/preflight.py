@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ralbuild.contract.archs import runs_on
 from ralbuild.errors import HostError
 
 HEADROOM = 1.2
 """Weights are not all: keys, values, the interpreter and its libraries come on top."""
 PROCESS_BYTES = 700 << 20
+CONTEXT_BYTES = 1 << 30
+"""Of a GPU, beside weights, keys and values: CUDA's context, libraries and workspaces; not measured."""
 LOAD_RATE = 50 << 20
 """Bytes of weights a slow disk gives in a second."""
 
@@ -26,7 +29,13 @@ class Room:
 
 
 def needs_of(labels: Mapping[str, str]) -> int:
-    """Return the bytes that a server of this image takes, estimated from its labels."""
+    """Return the bytes that a server of this image takes of what `free_room` measures, by its labels."""
+    device = _number(labels.get("io.ralbuild.cuda.memory", "0"))
+    return device + CONTEXT_BYTES if device else host_needs_of(labels)
+
+
+def host_needs_of(labels: Mapping[str, str]) -> int:
+    """Return the bytes of main memory that a server of this image takes, estimated from its labels."""
     weights = _number(labels.get("io.ralbuild.weights.memory", "0"))
     return int(weights * HEADROOM) + PROCESS_BYTES
 
@@ -40,11 +49,30 @@ def free_room(target: str) -> Room:
     """Measure what is free now.
 
     Raises:
-        HostError: for a CUDA image on a machine whose GPUs do not answer.
+        HostError: for a CUDA image on a machine whose GPUs do not answer. A server uses the first one.
     """
     if target != "cuda":
         return Room(_available_memory(Path("/proc/meminfo").read_text("ascii")), "RAM")
-    return Room(sum(int(row[0]) << 20 for row in _ask_gpus("memory.free")), "VRAM")
+    return Room(int(_ask_gpus("memory.free")[0][0]) << 20, "VRAM")
+
+
+def check_device(labels: Mapping[str, str]) -> None:
+    """Refuse a CUDA image whose kernels the first GPU does not run, or on a driver that is too old for it.
+
+    Raises:
+        HostError: with both sides.
+    """
+    check_driver(labels)
+    archs = [arch for arch in labels.get("io.ralbuild.cuda.archs", "").split(",") if arch]
+    if labels.get("io.ralbuild.target") != "cuda" or not archs:
+        return
+    major, minor, *_ = _version(_ask_gpus("compute_cap")[0][0])
+    if not any(runs_on(arch, (major, minor)) for arch in archs):
+        raise HostError(
+            f"the GPU is sm_{major}{minor}, the image has kernels for {', '.join(archs)}",
+            place="release",
+            hint="build the image with the GPU's architecture in build.targets",
+        )
 
 
 def check_driver(labels: Mapping[str, str]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ralbuild.contract.bundle import Bundle
 from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.runtime.errors import ModelMismatchError, OutOfMemoryError, SelfTestError
 from ralbuild.runtime.host import available_memory, has_bfloat16, usable_cpus
@@ -17,6 +18,7 @@ from ralbuild.runtime.preflight import Checked, check_files, choose_hashed, hash
 from ralbuild.runtime.settings import PREPARE_THREADS, Settings
 
 if TYPE_CHECKING:
+    from ralbuild.runtime.cuda.decode import CudaGraph
     from ralbuild.runtime.model.graph import DecodeGraph
     from ralbuild.runtime.model.weights import LoadedModel
     from ralbuild.runtime.rendering import TemplateProcess
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 _KV_SHARE = 0.8
 """Part of the memory left after loading that keys and values may take."""
 _CANNED_STEPS = 2
+_GPU_READS = (2048, 512)
+"""Prompt tokens read in one go on a GPU, alone and beside others: a pass costs the host the same, whatever
+its length. Chosen, not measured."""
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -61,20 +66,17 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
     with ThreadPoolExecutor(3) as pool:
         text = pool.submit(_load_text, checked)
         hashed = pool.submit(hash_weights, checked, hashes)
-        model = _load_model(settings, lifecycle, checked, text)
+        load = _load_cuda if bundle.target == "cuda" else _load_cpu
+        graph = load(settings, lifecycle, checked, text)
         hashed.result()
     parts = text.result()
-    lifecycle.enter("self-test")
-    from ralbuild.runtime.engine import Engine
-    from ralbuild.runtime.model.graph import DecodeGraph
+    from ralbuild.runtime.engine import ALONE, SHARED, Engine
     from ralbuild.runtime.prompts import Prompts
     from ralbuild.runtime.service import Service
 
-    graph = DecodeGraph(model, parts.patch, bundle.engine.max_seq_len)
-    self_test(graph, checked)
     prompts = Prompts(bundle, parts.patch.tables, parts.tokenizer, parts.template, metrics)
     graph.keep(prompts.prefix())
-    kv_bytes = _kv_budget(settings, graph, bundle.engine.max_seq_len)
+    kv_bytes = _kv_budget(settings, graph, bundle)
     metrics.kv_limit.set(kv_bytes)
     metrics.kv_kept.set(graph.kept_bytes)
     engine = Engine(
@@ -84,10 +86,53 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
         slots=bundle.engine.max_batch_size,
         queue=settings.queue,
         kv_bytes=kv_bytes,
+        reads=_GPU_READS if bundle.target == "cuda" else (ALONE, SHARED),
     )
     engine.start()
     log_line(f"RAL patch applied to graph_id=0x{id(graph):x} bundle=sha256:{checked.digest}")
     return Service(bundle, parts.patch.tables.routes, checked.digest, prompts, engine, metrics)
+
+
+def _load_cpu(
+    settings: Settings, lifecycle: Lifecycle, checked: Checked, text: Future[_TextParts]
+) -> DecodeGraph:
+    """Load the model into this process and test the graph."""
+    model = _load_model(settings, lifecycle, checked, text)
+    lifecycle.enter("self-test")
+    from ralbuild.runtime.model.graph import DecodeGraph
+
+    graph = DecodeGraph(model, text.result().patch, checked.bundle.engine.max_seq_len)
+    self_test(graph, checked)
+    return graph
+
+
+def _load_cuda(
+    _settings: Settings, lifecycle: Lifecycle, checked: Checked, text: Future[_TextParts]
+) -> CudaGraph:
+    """Load the model onto the GPU, capture the graphs and test them."""
+    plain = _model_config(checked)
+    from ralbuild.runtime.cuda.driver import Driver
+    from ralbuild.runtime.cuda.patch import choose_objects
+
+    # Before torch, which would initialise the driver as the environment says.
+    driver = Driver()
+    choose_objects(checked.bundle.kernels, checked.bundle.patch, driver.capability)
+    from ralbuild.runtime.model.lean import import_torch
+
+    import_torch()
+    from ralbuild.runtime.cuda.device import Device
+    from ralbuild.runtime.cuda.start import check_graph, load_model, make_graph
+
+    parts = text.result()
+    device = Device()
+    lifecycle.enter("load")
+    with device.active():  # what is copied and joined there is complete before a step on the same stream
+        model = load_model(checked, plain, driver, device.place, lifecycle.progress)
+    lifecycle.enter("capture")
+    graph = make_graph(checked, parts.patch.tables, model, device, driver, lifecycle.progress)
+    lifecycle.enter("self-test")
+    check_graph(graph, checked, parts.patch)
+    return graph
 
 
 def self_test(graph: DecodeGraph, checked: Checked) -> None:
@@ -97,7 +142,7 @@ def self_test(graph: DecodeGraph, checked: Checked) -> None:
         SelfTestError: when bytes differ from what the oracle gave at build time, or decoding does not work.
     """
     from ralbuild.runtime.interpreted import UserKernelError
-    from ralbuild.runtime.model.graph import Read
+    from ralbuild.runtime.lanes import Read
     from ralbuild.runtime.sampler import Draw
 
     for number, test in enumerate(checked.bundle.self_tests):
@@ -124,7 +169,7 @@ def _load_text(checked: Checked) -> _TextParts:
     from ralbuild.runtime.tokens import Tokenizer
 
     tables = read_tables(checked.bundle, checked.objects)
-    patch = link_patch(checked.bundle, checked.manifest, tables, checked.objects)
+    patch = link_patch(_without_foreign(checked.bundle), checked.manifest, tables, checked.objects)
     if "tokenizer.json" not in checked.files:
         raise ModelMismatchError("is missing", place="tokenizer.json")
     source = find_template(checked.files)
@@ -132,10 +177,16 @@ def _load_text(checked: Checked) -> _TextParts:
     return _TextParts(patch, Tokenizer(checked.files["tokenizer.json"]), template)
 
 
+def _without_foreign(bundle: Bundle) -> Bundle:
+    """Return the bundle without the user kernels of a GPU: the rest of the patch is the oracle."""
+    users = {kernel.name for kernel in bundle.kernels if kernel.user and bundle.target == "cuda"}
+    return replace(bundle, patch=tuple(step for step in bundle.patch if step.kernel not in users))
+
+
 def _load_model(settings: Settings, lifecycle: Lifecycle, checked: Checked, text: Future[Any]) -> LoadedModel:
     """Import torch, then map the weights into our own decoder, or into transformers' model."""
+    from ralbuild.contract.decoder_spec import read_spec
     from ralbuild.runtime.model.lean import import_torch
-    from ralbuild.runtime.model.spec import read_spec
 
     plain = _model_config(checked)
     _require_memory(checked)
@@ -194,8 +245,11 @@ def _require_memory(checked: Checked) -> None:
         raise OutOfMemoryError(message, hint="raise the memory limit, or build with runtime.dtype: bfloat16")
 
 
-def _kv_budget(settings: Settings, graph: DecodeGraph, max_seq_len: int) -> int:
-    """Return what texts may take beside what is kept for all of them."""
+def _kv_budget(settings: Settings, graph: DecodeGraph | CudaGraph, bundle: Bundle) -> int:
+    """Return what texts may take beside what is kept for all of them; a GPU has taken it already."""
+    max_seq_len = bundle.engine.max_seq_len
+    if bundle.target == "cuda":
+        return bundle.engine.max_batch_size * graph.cache.cost(max_seq_len)
     budget = (
         settings.kv_bytes - graph.kept_bytes if settings.kv_bytes else int(available_memory() * _KV_SHARE)
     )

@@ -11,16 +11,17 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from ralbuild.runtime.errors import ApiError
+from ralbuild.runtime.errors import ApiError, DriverError
+from ralbuild.runtime.lanes import Graph, Lane, Read
 from ralbuild.runtime.log import log_event
 from ralbuild.runtime.metrics import Metrics
-from ralbuild.runtime.model.graph import DecodeGraph, Lane, Read
 from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.text import TextStream
 
 ALONE, SHARED = 512, 128
-"""Prompt tokens read in one go: by a text with nobody beside it, and by all that share a forward pass."""
+"""Prompt tokens read in one go on a CPU: by a text with nobody beside it, and by all that share a pass."""
 
 
 class Generation:
@@ -42,26 +43,39 @@ class Engine:
 
     def __init__(
         self,
-        graph: DecodeGraph,
+        graph: Graph[Any, Any],
         eos: frozenset[int],
         metrics: Metrics,
         *,
         slots: int,
         queue: int,
         kv_bytes: int,
+        reads: tuple[int, int] = (ALONE, SHARED),
     ) -> None:
+        """Take a graph.
+
+        Args:
+            eos: ids that end a text.
+            slots: texts that run or are read at once.
+            queue: requests that may wait beside them.
+            kv_bytes: what the cache may hold for texts.
+            reads: prompt tokens read in one go, by a text with nobody beside it and by all that share a step.
+        """
         self._graph = graph
         self._eos = eos
         self._metrics = metrics
         self._slots = slots
         self._queue = queue
         self._kv_bytes = kv_bytes
+        self._reads = reads
         self._reserved = 0
         self._waiting: deque[Generation] = deque()
         self._reading: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._wake = threading.Condition()
         self._stopping = False
+        self.failure: DriverError | None = None
+        """Why the loop has ended by itself: only another process can use the device again."""
         self._thread = threading.Thread(target=self._loop, name="decode", daemon=True)
 
     def start(self) -> None:
@@ -130,21 +144,24 @@ class Engine:
                 self._observe()
             if self._taken():
                 self._step()
-            held = sum(len(_lane(item).slot.text.pending) + item.stream.held for item in self._running)
+            held = sum(_lane(item).slot.held + item.stream.held for item in self._running)
             self._metrics.held_bytes.set(held)
         except Exception as error:
-            # A bug or exhausted memory: these requests fail, the next ones get a clean cache.
             log_event("step failed", error=type(error).__name__, trace=traceback.format_exc())
             self._metrics.failures.inc()
+            if isinstance(error, DriverError):
+                self.failure, self._stopping = error, True
             self._fail_all()
 
     def _fail_all(self) -> None:
+        """End the requests of a failed step; the next ones get a clean cache, if this process can go on."""
         failed = [*self._reading, *self._running]
         with self._wake:
             self._reading.clear()
             self._running.clear()
             self._reserved = 0
-            self._graph.reset()
+            if self.failure is None:
+                self._graph.reset()
             self._observe()
         for generation in failed:
             drawn = generation.lane.slot.step if generation.lane is not None else 0
@@ -166,7 +183,7 @@ class Engine:
             self._reading.append(generation)
             self._reserved += cost
             order = generation.order
-            slot = self._graph.patch.open(order.profile, order.draw, order.prompt)
+            slot = self._graph.patch.open(order.profile, order.draw, order.prompt, order.max_tokens)
             generation.lane = self._graph.open(slot, order.prompt)
             self._metrics.prompt_tokens.inc(len(order.prompt))
 
@@ -175,23 +192,31 @@ class Engine:
         begin = time.monotonic()
         running = list(self._running)
         reads = self._next_reads()
-        self._graph.advance([read for _, read in reads], [_lane(generation) for generation in running])
+        lanes = [_lane(generation) for generation in running]
+        drawn = self._graph.advance([read for _, read in reads], lanes)
         for generation, read in reads:
             if read.last:
                 self._reading.remove(generation)
                 self._running.append(generation)
-                generation.latest_token = time.monotonic()
-                self._metrics.first_token.observe(generation.latest_token - generation.arrived)
-        now = time.monotonic()
-        for generation in running:
-            self._metrics.between_tokens.observe(now - generation.latest_token)
-            generation.latest_token = now
-        for generation in [*(generation for generation, read in reads if read.last), *running]:
+        owners = {id(_lane(generation)): generation for generation in self._running}
+        delivered = [owners[id(lane)] for lane in drawn]
+        self._clock(delivered)
+        for generation in delivered:
             self._deliver(generation)
         if running:
             self._metrics.step.observe(time.monotonic() - begin)
 
-    def _next_reads(self) -> list[tuple[Generation, Read]]:
+    def _clock(self, delivered: list[Generation]) -> None:
+        """Note when tokens came: the first of a text since it arrived, the others since the one before."""
+        now = time.monotonic()
+        for generation in delivered:
+            if generation.latest_token:
+                self._metrics.between_tokens.observe(now - generation.latest_token)
+            else:
+                self._metrics.first_token.observe(now - generation.arrived)
+            generation.latest_token = now
+
+    def _next_reads(self) -> list[tuple[Generation, Read[Any]]]:
         """Return what is read of the prompts now.
 
         The one that waits longest gets half of the budget, or more when there is no use for it; the others
@@ -201,7 +226,8 @@ class Engine:
             return []
         left = {generation: _unread(generation) for generation in self._reading}
         first, *others = self._reading
-        budget = SHARED if self._running or others else ALONE
+        alone, shared = self._reads
+        budget = shared if self._running or others else alone
         shares = {first: min(left[first], budget if not others else budget // 2)}
         for generation in sorted(others, key=left.__getitem__):
             share = min(left[generation], budget - sum(shares.values()))
@@ -222,9 +248,9 @@ class Engine:
         self._metrics.count_rules(slot)
         text = stream.push(slot.output)
         finish = ""
-        if slot.token in self._eos or stream.stopped or slot.text.stopped:
+        if slot.token in self._eos or stream.stopped or slot.stopped:
             finish = "stop"
-        elif slot.step >= generation.order.max_tokens:
+        elif slot.step >= slot.limit:
             finish = "length"
         ended = slot.token in self._eos
         logprobs = (slot.logprob,) if slot.logprob is not None and not ended else ()

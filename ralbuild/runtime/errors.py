@@ -10,6 +10,8 @@ class StartError(Exception):
     """The service cannot start; ``__main__`` turns it into one log line and an exit status."""
 
     exit_code: ClassVar[int] = 1
+    passing: ClassVar[bool] = False
+    """True when another process may not meet it: the supervisor starts one, and gives up after a few."""
 
     def __init__(self, message: str, *, place: str = "", hint: str = "") -> None:
         super().__init__(message)
@@ -74,16 +76,22 @@ class DriverError(StartError):
     """The CUDA driver refused a call, or gave something that is not what was loaded."""
 
     exit_code = 88
+    passing = True
 
 
 class CaptureFailedError(StartError):
     """A decode graph could not be captured: only a new process can try again."""
 
     exit_code = 89
+    passing = True
 
 
 class BindingError(StartError):
     """A kernel's parameter has no value, or one that it was not compiled for: a bug on our side."""
+
+
+PASSING = frozenset(kind.exit_code for kind in StartError.__subclasses__() if kind.passing)
+"""Exit statuses of a worker after which another one may do better."""
 
 
 class ApiError(Exception):

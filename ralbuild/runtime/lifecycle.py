@@ -8,8 +8,9 @@ from typing import Any
 
 from ralbuild.runtime.errors import ApiError, StartError
 
-STAGES = {"check": 0, "import": 5, "load": 60, "self-test": 90, "ready": 100}
-"""Stage to percent done when it begins; the weights follow a measured start on two cores."""
+STAGES = {"check": 0, "import": 5, "load": 60, "capture": 80, "self-test": 90, "ready": 100}
+"""Stage to percent done when it begins; the weights follow a measured start on two cores. `capture` is a
+GPU's alone."""
 UNLOADED, RESTARTING = "unloaded", "restarting"
 """Stages without a worker: it was ended on purpose, or it died."""
 

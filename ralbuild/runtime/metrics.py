@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from ralbuild.contract.bundle import Bundle, Rule
 
 if TYPE_CHECKING:  # `/metrics` answers before numpy is there
-    from ralbuild.runtime.steps import PatchSlot
+    from ralbuild.runtime.lanes import TextState
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -95,10 +95,10 @@ class Metrics:
             self.rules.labels(str(number), rule.kind, rule.source) for number, rule in enumerate(bundle.rules)
         ]
 
-    def count_rules(self, slot: PatchSlot) -> None:
+    def count_rules(self, slot: TextState) -> None:
         """Count what happened in a slot since it was last counted, and clear it there."""
-        self.count_events(slot.text.events)
-        slot.text.events.clear()
+        self.count_events(slot.events)
+        slot.events.clear()
         if slot.refused:
             self.refused.inc(slot.refused)
             slot.refused = 0

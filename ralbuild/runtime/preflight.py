@@ -34,7 +34,7 @@ class Checked:
         bundle: the parsed ``bundle.json``.
         digest: SHA-256 of ``bundle.json`` in hex.
         manifest: the model that the bundle was built for.
-        objects: bytes of the objects that the CPU target uses, by digest.
+        objects: bytes of the objects that the target uses, by digest.
         files: bytes of configuration, tokenizer and template files, by name.
         weights: paths of the safetensors files.
     """
@@ -147,8 +147,8 @@ def _check_bundle(settings: Settings) -> tuple[Bundle, str]:
         bundle = read_bundle(data)
     except FormatError as error:
         raise BundleCorruptError(error.message, place=error.where, hint=_REBUILD) from None
-    if bundle.target != "cpu":
-        raise HostUnfitError(f"the image is built for {bundle.target!r}; this runtime serves 'cpu'")
+    if bundle.target not in ("cpu", "cuda"):
+        raise HostUnfitError(f"the image is built for {bundle.target!r}; this runtime serves cpu and cuda")
     if bundle.engine.dtype not in ("bfloat16", "float32"):
         found = bundle.engine.dtype
         raise BundleCorruptError(
@@ -168,11 +168,12 @@ def _check_objects(folder: Path, bundle: Bundle) -> dict[str, bytes]:
 
 
 def _used(bundle: Bundle) -> Iterator[ObjectRef]:
-    """Yield the tables, and the source and data of each kernel that is interpreted."""
+    """Yield the tables, and of each kernel what runs: source or machine code, and its data."""
     yield from (bundle.manifest, bundle.route_table, bundle.transducer, bundle.bans, bundle.vocab)
     for kernel in bundle.kernels:
-        if kernel.source is not None:
-            yield from (ref for ref in (kernel.source, kernel.data) if ref is not None)
+        code = [kernel.source] if bundle.target == "cpu" else [item.cubin for item in kernel.objects]
+        if any(code):
+            yield from (ref for ref in (*code, kernel.data) if ref is not None)
 
 
 def _check_object(folder: Path, ref: ObjectRef) -> bytes:

@@ -36,6 +36,7 @@ from ralbuild.runtime.sampler import (
 
 IDLE = -1
 """Token of a slot that has not been given one."""
+UNLIMITED = (1 << 31) - 1
 CANDIDATES = 16
 """Candidates that bans may refuse before all tokens are looked at."""
 
@@ -56,6 +57,7 @@ class PatchSlot:
 
     Attributes:
         draw: how tokens are drawn.
+        limit: most tokens to draw.
         ban: state of the ban automaton.
         text: state of the transducer.
         step: tokens drawn so far.
@@ -64,7 +66,7 @@ class PatchSlot:
         begun: a token that has bytes was read.
         counts: what occurred before, when penalties ask for it.
         value: the logits to draw from, between `penalize` and `sample`.
-        refused: candidates refused by a ban; the reader may clear it, as it may ``text.events``.
+        refused: candidates refused by a ban; the reader may clear it.
         masked: times that all tokens were looked at; the reader may clear it.
         exhausted: True when no token was legal and the text was ended for it.
         logprob: the last token's log probability, when the request asks for it.
@@ -73,6 +75,7 @@ class PatchSlot:
     draw: Draw
     ban: BanSlot
     text: Slot
+    limit: int = UNLIMITED
     step: int = 0
     token: int = IDLE
     begun: bool = False
@@ -83,6 +86,21 @@ class PatchSlot:
     masked: int = 0
     exhausted: bool = False
     logprob: TokenLogprob | None = None
+
+    @property
+    def events(self) -> list[int]:
+        """Ids of the rules that matched; the reader may clear it."""
+        return self.text.events
+
+    @property
+    def held(self) -> int:
+        """Bytes that are read and not decided."""
+        return len(self.text.pending)
+
+    @property
+    def stopped(self) -> bool:
+        """True when a rule has ended the text."""
+        return self.text.stopped
 
 
 class Step(Protocol):
@@ -189,11 +207,11 @@ class Patch:
         self.steps = steps
         self.sampler = sampler
 
-    def open(self, profile: int, draw: Draw, prompt: Sequence[int] = ()) -> PatchSlot:
+    def open(self, profile: int, draw: Draw, prompt: Sequence[int] = (), limit: int = UNLIMITED) -> PatchSlot:
         """Return a fresh slot in the start states of ``profile``; penalties look at ``prompt``."""
         ban = BanSlot(self.tables.bans, profile)
         counts = self.sampler.counts(prompt) if draw.penalises else None
-        return PatchSlot(draw, ban, self.tables.machine.start(profile), counts=counts)
+        return PatchSlot(draw, ban, self.tables.machine.start(profile), limit, counts=counts)
 
     def run(self, logits: Logits, slots: Sequence[PatchSlot]) -> None:
         """Run every step on ``logits`` [slots, V]."""

@@ -277,7 +277,7 @@ class Supervisor:
         self._lifecycle.wakeable = False
         how = f"signal {-status}" if status < 0 else f"status {status}"
         log_event("worker died", how=how, stage=self._lifecycle.stage, in_flight=len(self._tickets))
-        if status >= 0 and not served:
+        if status >= 0 and not served and status not in errors.PASSING:
             raise StartError(f"the worker ended with {how} while it started; its trace is above")
         self._lifecycle.move(RESTARTING, 0)
         self.abandon(_LOST)

@@ -174,6 +174,9 @@ def main(arguments: list[str]) -> int:
         use_json(settings.log_json)
         service = _load(line, settings)
     except StartError as error:
+        if error.passing:
+            log_event("start failed", error=type(error).__name__, reason=error)
+            return error.exit_code
         said = {"error": type(error).__name__, "message": error.message}
         line.say({"say": "refused", **said, "place": error.place, "hint": error.hint})
         return error.exit_code
@@ -183,8 +186,9 @@ def main(arguments: list[str]) -> int:
     line.say({"say": "ready", "info": service.info(), "idle_unload": service.bundle.engine.idle_unload})
     while service.engine.alive:
         service.engine.join(_LOOK_SECONDS)
-    log_event("the decode loop has ended")
-    return 1
+    failure = service.engine.failure
+    log_event("the decode loop has ended", reason=failure or "a bug")
+    return failure.exit_code if failure is not None else 1
 
 
 def _load(line: _Line, settings: Settings) -> Service:

@@ -7,7 +7,7 @@ Names are those that ``cuda.h`` of CUDA 12.2 maps its functions to (``cuMemAlloc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any, Final
 
 SUCCESS: Final = 0
@@ -20,16 +20,14 @@ BINARY_VERSION: Final = 6
 MAX_DYNAMIC_SHARED_SIZE_BYTES: Final = 8
 """``CUfunction_attribute``."""
 
-STREAM_NON_BLOCKING: Final = 1
-CAPTURE_GLOBAL: Final = 0
-"""``CUstreamCaptureMode``: an unsafe call of any thread fails the capture, rather than going unseen."""
+CAPTURE_ACTIVE: Final = 1
+"""``CUstreamCaptureStatus``."""
 
 PARAM_BUFFER_POINTER: Final = 1
 PARAM_BUFFER_SIZE: Final = 2
 """Keys of ``cuLaunchKernel``'s last argument; 0 ends the list."""
 
 _HANDLE = c_void_p
-_ADDRESS = c_uint64  # CUdeviceptr
 
 SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -42,24 +40,13 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxSetCurrent": (_HANDLE,),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
-    "cuMemAlloc_v2": (POINTER(_ADDRESS), c_size_t),
-    "cuMemFree_v2": (_ADDRESS,),
-    "cuMemcpyHtoDAsync_v2": (_ADDRESS, c_void_p, c_size_t, _HANDLE),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, _ADDRESS, c_size_t, _HANDLE),
     "cuModuleLoadDataEx": (POINTER(_HANDLE), c_void_p, c_uint, POINTER(c_int), POINTER(c_void_p)),
     "cuModuleUnload": (_HANDLE,),
     "cuModuleGetFunction": (POINTER(_HANDLE), _HANDLE, c_char_p),
     "cuFuncGetAttribute": (POINTER(c_int), c_int, _HANDLE),
     "cuFuncSetAttribute": (_HANDLE, c_int, c_int),
     "cuLaunchKernel": (_HANDLE, *(c_uint,) * 7, _HANDLE, POINTER(c_void_p), POINTER(c_void_p)),
-    "cuStreamCreate": (POINTER(_HANDLE), c_uint),
     "cuStreamSynchronize": (_HANDLE,),
-    "cuStreamBeginCapture_v2": (_HANDLE, c_int),
-    "cuStreamEndCapture": (_HANDLE, POINTER(_HANDLE)),
-    "cuGraphGetNodes": (_HANDLE, POINTER(_HANDLE), POINTER(c_size_t)),
-    "cuGraphInstantiateWithFlags": (POINTER(_HANDLE), _HANDLE, c_uint64),
-    "cuGraphLaunch": (_HANDLE, _HANDLE),
-    "cuGraphExecDestroy": (_HANDLE,),
-    "cuGraphDestroy": (_HANDLE,),
+    "cuStreamIsCapturing": (_HANDLE, POINTER(c_int)),
 }
 """Exported name to argument types; every function returns a ``CUresult``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any, NewType
 
 from ralbuild.runtime.cuda import abi
@@ -17,7 +17,8 @@ from ralbuild.runtime.errors import DriverError, HostUnfitError
 LIBRARY = "libcuda.so.1"
 MIN_VERSION = 12020
 """What ``cuDriverGetVersion`` of the 535 driver says: CUDA 12.2, the toolkit that made the cubins."""
-_NO_JIT = {"CUDA_DISABLE_PTX_JIT": "1", "CUDA_CACHE_DISABLE": "1", "CUDA_MODULE_LOADING": "EAGER"}
+_NO_JIT = {"CUDA_DISABLE_PTX_JIT": "1", "CUDA_CACHE_DISABLE": "1", "CUDA_MODULE_LOADING": "LAZY"}
+"""Lazy, for torch brings gigabytes of code; what a step needs is loaded when it is run before its capture."""
 _FORCES_JIT = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT")
 _PLAIN_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a block may have without asking."""
@@ -26,8 +27,6 @@ _CUDA_ELF = (b"\x7fELF", 190)
 Module = NewType("Module", int)
 Function = NewType("Function", int)
 Stream = NewType("Stream", int)
-Graph = NewType("Graph", int)
-GraphExec = NewType("GraphExec", int)
 
 
 class Driver:
@@ -82,32 +81,6 @@ class Driver:
         free, total = c_size_t(), c_size_t()
         self._call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value, total.value
-
-    def allocate(self, size: int) -> int:
-        """Return the address of ``size`` bytes (at least 1); CUDA aligns it to 256."""
-        address = c_uint64()
-        self._call("cuMemAlloc_v2", byref(address), size, wanted=f"{size} bytes")
-        return address.value
-
-    def free(self, address: int) -> None:
-        """Free what `allocate` returned."""
-        self._call("cuMemFree_v2", address)
-
-    def write(self, address: int, data: bytes, stream: Stream) -> None:
-        """Copy ``data`` to the device, after what is on ``stream``, and wait.
-
-        Without the wait the driver may still read ``data`` after this returns, where a device reaches
-        the host's pages by itself.
-        """
-        self._call("cuMemcpyHtoDAsync_v2", address, data, len(data), stream, wanted=f"{len(data)} bytes")
-        self.synchronize(stream)
-
-    def read(self, address: int, size: int, stream: Stream) -> bytes:
-        """Return ``size`` bytes of the device, once all that is on ``stream`` is done."""
-        data = ctypes.create_string_buffer(size)
-        self._call("cuMemcpyDtoHAsync_v2", data, address, size, stream, wanted=f"{size} bytes")
-        self.synchronize(stream)
-        return data.raw
 
     def load(self, cubin: bytes, label: str) -> Module:
         """Load a cubin.
@@ -169,49 +142,15 @@ class Driver:
             wanted=wanted,
         )  # fmt: skip
 
-    def stream(self) -> Stream:
-        """Return a new stream, which does not wait for the default one."""
-        stream = c_void_p()
-        self._call("cuStreamCreate", byref(stream), abi.STREAM_NON_BLOCKING)
-        return Stream(_given(stream))
-
     def synchronize(self, stream: Stream) -> None:
         """Wait for a stream; an error of a kernel on it is raised here."""
         self._call("cuStreamSynchronize", stream)
 
-    def begin_capture(self, stream: Stream) -> None:
-        """Record what is put on ``stream`` from here on, instead of running it."""
-        self._call("cuStreamBeginCapture_v2", stream, abi.CAPTURE_GLOBAL)
-
-    def end_capture(self, stream: Stream) -> Graph:
-        """End the recording and return it."""
-        graph = c_void_p()
-        self._call("cuStreamEndCapture", stream, byref(graph))
-        return Graph(_given(graph))
-
-    def node_count(self, graph: Graph) -> int:
-        """Return the number of nodes of a graph."""
-        count = c_size_t()
-        self._call("cuGraphGetNodes", graph, None, byref(count))
-        return count.value
-
-    def instantiate(self, graph: Graph) -> GraphExec:
-        """Make a graph that can be launched."""
-        ready = c_void_p()
-        self._call("cuGraphInstantiateWithFlags", byref(ready), graph, 0)
-        return GraphExec(_given(ready))
-
-    def replay(self, graph: GraphExec, stream: Stream) -> None:
-        """Put a whole graph on a stream."""
-        self._call("cuGraphLaunch", graph, stream)
-
-    def destroy(self, graph: Graph) -> None:
-        """Drop a recording; graphs made of it stay."""
-        self._call("cuGraphDestroy", graph)
-
-    def destroy_exec(self, graph: GraphExec) -> None:
-        """Drop a graph that could be launched."""
-        self._call("cuGraphExecDestroy", graph)
+    def capturing(self, stream: Stream) -> bool:
+        """Tell whether what is put on ``stream`` is recorded; a capture that was invalidated is none."""
+        status = c_int()
+        self._call("cuStreamIsCapturing", stream, byref(status))
+        return status.value == abi.CAPTURE_ACTIVE
 
     def _attribute(self, attribute: int) -> int:
         value = c_int()

@@ -1,45 +1,43 @@
-"""Device memory of the patch: one allocation, made before any capture and shared by all graphs.
+"""Device memory that the model and the patch's kernels share: one piece, named arrays in it.
 
-It has the sizes of the largest bucket. A smaller bucket uses the first rows of the same buffers, so
-addresses that were captured stay true, and nothing is allocated while a step is recorded or run.
+It is taken before any capture and has the sizes of the largest graph. A smaller graph uses the first
+rows of the same arrays, so addresses that were captured stay true.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from ralbuild.runtime.cuda.driver import Driver, Stream
-from ralbuild.runtime.errors import BindingError
+import torch
+from torch import Tensor
 
 ALIGNMENT = 256
-"""Bytes: what cuMemAlloc promises for a whole allocation, kept for each buffer."""
+"""Bytes, for each array: more than any hint that a kernel is compiled with."""
+
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""Element type and shape."""
 
 
 class Pool:
-    """Named buffers in one piece of device memory."""
+    """Named arrays, zero at first."""
 
-    def __init__(self, driver: Driver, sizes: Mapping[str, int]) -> None:
-        """Allocate; contents are undefined.
+    def __init__(self, arrays: Mapping[str, Kind], place: torch.device) -> None:
+        """Take the memory; an empty array still gets an address of its own."""
+        sizes = {name: _size(kind) for name, kind in arrays.items()}
+        self.size = sum(sizes.values())
+        memory = torch.zeros(self.size + ALIGNMENT, dtype=torch.uint8, device=place)
+        at = -memory.data_ptr() % ALIGNMENT
+        self.tensors: dict[str, Tensor] = {}
+        self.addresses: dict[str, int] = {}
+        for name, (dtype, shape) in arrays.items():
+            used = math.prod(shape) * dtype.itemsize
+            self.tensors[name] = memory[at : at + used].view(dtype).view(shape)
+            self.addresses[name] = memory.data_ptr() + at
+            at += sizes[name]
 
-        Args:
-            sizes: bytes by name; an empty buffer still gets an address of its own.
-        """
-        self._driver = driver
-        self._sizes = dict(sizes)
-        places: dict[str, int] = {}
-        self.size = 0
-        for name, size in self._sizes.items():
-            places[name] = self.size
-            self.size += -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
-        base = driver.allocate(max(self.size, 1))
-        self.addresses: dict[str, int] = {name: base + place for name, place in places.items()}
 
-    def write(self, name: str, data: bytes, stream: Stream) -> None:
-        """Fill the beginning of a buffer, after what is on ``stream``."""
-        if len(data) > self._sizes[name]:
-            raise BindingError(f"holds {self._sizes[name]} bytes, found {len(data)}", place=name)
-        self._driver.write(self.addresses[name], data, stream)
-
-    def read(self, name: str, stream: Stream) -> bytes:
-        """Return a whole buffer, once all that is on ``stream`` is done."""
-        return self._driver.read(self.addresses[name], self._sizes[name], stream)
+def _size(kind: Kind) -> int:
+    dtype, shape = kind
+    used = max(math.prod(shape) * int(dtype.itemsize), 1)
+    return -(-used // ALIGNMENT) * ALIGNMENT

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 _KNOWS_GROUPS = torch.__version__ >= "2.5"
 """Attention takes fewer key heads than query heads; the base for CUDA has an earlier torch."""
+CPU = torch.device("cpu")
 BUCKET = 64
 """The smallest capacity, in positions."""
 SPARE = 4
@@ -26,12 +27,13 @@ SPARE = 4
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one position costs: layers, key/value heads, elements a head, element type."""
+    """What one position costs: layers, key/value heads, elements a head, element type; and where it lies."""
 
     layers: int
     heads: int
     dim: int
     dtype: torch.dtype
+    place: torch.device = CPU
 
     @property
     def position_bytes(self) -> int:
@@ -84,10 +86,15 @@ class Pool:
         used = len(self.seats)
         size = (rows, 2 * self.shape.heads, self.capacity, self.shape.dim)
         # Zeros, for attention multiplies masked positions by 0, and 0 times a leftover NaN is NaN.
-        grown = [torch.zeros(size, dtype=self.shape.dtype) for _ in range(self.shape.layers)]
+        grown = blank_layers(self.shape, size)
         for new, old in zip(grown, self.layers, strict=False):
             new[:used] = old
         self.layers = grown
+
+
+def blank_layers(shape: KvShape, size: tuple[int, ...]) -> list[Tensor]:
+    """Return a tensor of zeros for each layer."""
+    return [torch.zeros(size, dtype=shape.dtype, device=shape.place) for _ in range(shape.layers)]
 
 
 class Seat:
@@ -113,7 +120,7 @@ class SlotCache:
         """Return a seat outside the batch for a prompt of ``positions`` tokens that begins as ``like``."""
         seat = Seat(Pool(self.shape, capacity_for(positions, self.max_positions)))
         if like is not None:
-            _copy(like, seat)
+            copy_seat(like, seat)
         return seat
 
     def join(self, staged: Seat) -> Seat:
@@ -146,11 +153,12 @@ class SlotCache:
     def _move(self, seat: Seat, capacity: int) -> Seat:
         pool = self._pools.setdefault(capacity, Pool(self.shape, capacity))
         moved = Seat(pool)
-        _copy(seat, moved)
+        copy_seat(seat, moved)
         return moved
 
 
-def _copy(source: Seat, target: Seat) -> None:
+def copy_seat(source: Seat, target: Seat) -> None:
+    """Let ``target`` begin with all that ``source`` holds."""
     target.length = source.length
     for new, old in zip(target.pool.layers, source.pool.layers, strict=True):
         new[target.row, :, : source.length] = old[source.row, :, : source.length]
@@ -166,7 +174,7 @@ class _Chunk:
         self._first, self._last = seat.length, seat.length + count
         self._masks: dict[int | None, Tensor | None] = {}
         self.begin, self.end = begin, begin + count
-        self.positions = torch.arange(self._first, self._last)
+        self.positions = torch.arange(self._first, self._last, device=seat.pool.shape.place)
 
     def store(self, layer: int, pairs: Tensor) -> None:
         place = self._seat.pool.layers[layer][self._seat.row]
@@ -200,7 +208,7 @@ class _Chunk:
         if self._first == 0 and (window is None or window >= self._last):
             return None
         at = self.positions[:, None]
-        seen = torch.arange(self._last)[None, :]
+        seen = torch.arange(self._last, device=at.device)[None, :]
         mask = seen <= at
         if window is not None:
             mask &= seen > at - window
@@ -253,6 +261,24 @@ class _Group:
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
             self._masks[window] = mask if bool(hidden.any()) else None
         return self._masks[window]
+
+
+class View(Protocol):
+    """The cache as a model sees it in one forward pass: what our decoder asks of it."""
+
+    @property
+    def last(self) -> Any:
+        """Index of the rows whose logits are wanted."""
+
+    @property
+    def positions(self) -> Tensor:
+        """The position of every row, [rows]."""
+
+    def store(self, layer: int, pairs: Tensor) -> None:
+        """Store [rows, 2 * heads, dim], keys before values, each row at its own text and position."""
+
+    def attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return [rows, query heads, dim] for queries of the same shape; each sees its own text."""
 
 
 class BatchView:

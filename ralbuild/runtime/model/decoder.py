@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 
-from ralbuild.runtime.model.cache import BatchView, KvShape
+from ralbuild.contract.decoder_spec import DecoderSpec, Rope
+from ralbuild.runtime.model.cache import CPU, KvShape, View
 from ralbuild.runtime.model.linear import Product
-from ralbuild.runtime.model.spec import DecoderSpec, Rope
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -62,24 +62,28 @@ class Decoder:
         *,
         widen: bool,
         progress: Callable[[int, int], None],
+        device: torch.device | None = None,
     ) -> None:
-        """Take tensors as they lie in the files, named and shaped as `expected_shapes` says."""
+        """Take tensors as they lie in the files, named and shaped as `expected_shapes` says.
+
+        With ``device`` they are copied there, each product as one matrix; else they stay where they lie.
+        """
         self._spec = spec
         self._dtype = dtype
-        self._embedding = weights[EMBEDDING]
-        self._scale = torch.tensor(spec.hidden**0.5).to(dtype) if spec.scaled_embedding else None
-        self._frequencies = frequencies(spec.rope, spec.dim)
+        self._embedding = weights[EMBEDDING] if device is None else weights[EMBEDDING].to(device, dtype)
+        self._scale = torch.tensor(spec.hidden**0.5).to(device, dtype) if spec.scaled_embedding else None
+        self._frequencies = frequencies(spec.rope, spec.dim).to(device)
         self._activation = silu if spec.activation == "silu" else _gelu
-        make = _Maker(spec, weights, dtype, widen)
+        make = _Maker(spec, weights, dtype, widen, device)
         self._layers: list[_Layer] = []
         for number in range(spec.layers):
             self._layers.append(make.layer(number))
             progress(number + 1, spec.layers + 1)
         self._norm = make.norm("model.norm.weight")
         self._head = make.product([EMBEDDING if spec.tied else HEAD])
-        self.shape = KvShape(spec.layers, spec.kv_heads, spec.dim, dtype)
+        self.shape = KvShape(spec.layers, spec.kv_heads, spec.dim, dtype, device or CPU)
 
-    def logits(self, tokens: Tensor, view: BatchView) -> Tensor:
+    def logits(self, tokens: Tensor, view: View) -> Tensor:
         """Return float32 [texts, V] after the last of each text's ``tokens`` [rows].
 
         ``view`` says whose rows they are; their keys and values go into it.
@@ -166,9 +170,15 @@ class _Maker:
     """Builds the parts of a layer from tensors by name."""
 
     def __init__(
-        self, spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: torch.dtype, widen: bool
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        widen: bool,
+        device: torch.device | None,
     ) -> None:
         self._spec = spec
+        self._device = device
         self._weights = weights
         self._dtype = dtype
         self._widen = widen
@@ -191,7 +201,7 @@ class _Maker:
         )
 
     def norm(self, name: str) -> _Norm:
-        weight = self._weights[name].to(self._dtype)
+        weight = self._weights[name].to(self._device, self._dtype)
         # Gemma adds its one in float32, whatever the dtype.
         weight = 1.0 + weight.float() if self._spec.norm_offset else weight
         return _Norm(weight, self._spec.eps, self._spec.norm_offset)
@@ -200,7 +210,7 @@ class _Maker:
         matrices = [self._weights[name] for name in names]
         biases = [name.removesuffix("weight") + "bias" for name in names]
         found = [self._weights[name] for name in biases if name in self._weights]
-        return Product(matrices, found, dtype=self._dtype, widen=self._widen)
+        return Product(matrices, found, dtype=self._dtype, widen=self._widen, device=self._device)
 
 
 def _gelu(rows: Tensor) -> Tensor:

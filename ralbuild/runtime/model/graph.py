@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ralbuild.runtime.lanes import Read
 from ralbuild.runtime.model.cache import BatchView, KvShape, Seat, SlotCache, step_pools
 from ralbuild.runtime.model.weights import LoadedModel
 from ralbuild.runtime.sampler import Logits
@@ -19,15 +20,6 @@ class Lane:
 
     seat: Seat
     slot: PatchSlot
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """The next tokens of a lane's prompt; after the ``last`` ones it has its first token and may step."""
-
-    lane: Lane
-    tokens: Sequence[int]
-    last: bool = True
 
 
 class DecodeGraph:
@@ -68,12 +60,15 @@ class DecodeGraph:
         known = len(prompt) > size and tuple(prompt[:size]) == self._prefix
         return Lane(self.cache.stage(len(prompt), self._prefix_seat if known else None), slot)
 
-    def advance(self, reads: Sequence[Read], lanes: Sequence[Lane]) -> None:
+    def advance(self, reads: Sequence[Read[Lane]], lanes: Sequence[Lane]) -> list[Lane]:
         """Run the model once: read parts of prompts, and give every lane that has joined its next token.
 
         Args:
             reads: lanes that have not joined; those whose prompt ends here join and get their first token.
             lanes: all lanes that have joined, in any order.
+
+        Returns:
+            The lanes that have a new token: all but those whose prompts go on.
         """
         for lane in lanes:
             lane.seat = self.cache.make_room(lane.seat)
@@ -95,6 +90,7 @@ class DecodeGraph:
             logits = logits[[*drawing, *range(len(reads), len(logits))]]
         if slots:
             self.patch.run(logits, slots)
+        return [*(reads[number].lane for number in drawing), *lanes]
 
     def reset(self) -> None:
         """Forget all lanes, after a step that failed half-way."""

@@ -34,16 +34,23 @@ class Product:
         *,
         dtype: torch.dtype,
         widen: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        """Take [out, in] matrices of any dtype; ``widen`` is for bfloat16 without instructions for it."""
+        """Take [out, in] matrices of any dtype; ``widen`` is for bfloat16 without instructions for it.
+
+        With ``device`` they become one matrix there: a launch costs more than a copy at the start.
+        """
         self.outputs = sum(matrix.shape[0] for matrix in matrices)
         self._widen = widen
-        self._packed = dtype == torch.float32 and packs()
+        self._packed = device is None and dtype == torch.float32 and packs()
         self._biases: list[Tensor | None] = [bias.to(dtype) for bias in biases] or [None] * len(matrices)
         if self._packed:
             stacked = torch.cat([matrix.to(dtype) for matrix in matrices])
             self._matrices = [torch.ops.mkldnn._reorder_linear_weight(stacked, _PACKED_ROWS)]
             self._biases = [torch.cat([bias.to(dtype) for bias in biases]) if biases else None]
+        elif device is not None:
+            self._matrices = [torch.cat([matrix.to(device, dtype) for matrix in matrices])]
+            self._biases = [torch.cat([bias.to(device, dtype) for bias in biases]) if biases else None]
         else:
             self._matrices = [matrix.to(dtype) for matrix in matrices]  # the mapped bytes, where dtypes agree
 

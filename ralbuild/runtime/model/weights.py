@@ -13,11 +13,11 @@ import safetensors
 import torch
 from torch import Tensor
 
+from ralbuild.contract.decoder_spec import DecoderSpec
 from ralbuild.runtime.errors import ModelMismatchError, OutOfMemoryError
 from ralbuild.runtime.model.cache import BatchView, KvShape
 from ralbuild.runtime.model.decoder import EMBEDDING, HEAD, Decoder, expected_shapes
 from ralbuild.runtime.model.linear import widen_linears
-from ralbuild.runtime.model.spec import DecoderSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _BENIGN = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
@@ -81,7 +81,21 @@ def load_decoder(
     widen: bool,
     progress: Callable[[int, int], None],
 ) -> LoadedModel:
-    """Put ``weights`` into our own decoder; nothing may be missing or left over.
+    """Put ``weights`` into our own decoder; nothing may be missing or left over; raises as `make_decoder`."""
+    decoder = make_decoder(spec, weights, dtype, widen=widen, progress=progress)
+    return LoadedModel(decoder.logits, decoder.shape)
+
+
+def make_decoder(
+    spec: DecoderSpec,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    widen: bool,
+    progress: Callable[[int, int], None],
+    device: torch.device | None = None,
+) -> Decoder:
+    """Put ``weights`` into our own decoder, on ``device`` or where they lie.
 
     Raises:
         ModelMismatchError: naming the first tensors that are missing, unexpected or of another shape.
@@ -90,8 +104,7 @@ def load_decoder(
     state = _without_ties(weights, {HEAD: EMBEDDING} if spec.tied else {})
     _require_shapes(state, expected_shapes(spec))
     with _memory_errors():
-        decoder = Decoder(spec, state, dtype, widen=widen, progress=progress)
-    return LoadedModel(decoder.logits, decoder.shape)
+        return Decoder(spec, state, dtype, widen=widen, progress=progress, device=device)
 
 
 def load_module(

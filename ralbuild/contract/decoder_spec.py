@@ -1,7 +1,8 @@
 """Which models our own decoder runs, and what it has to know of them: read from ``config.json`` alone.
 
 The llama-shaped families differ in a few switches. A configuration that says anything else than what
-is understood here has no spec and runs on transformers' code, which is slower and right.
+is understood here has no spec: on a CPU it runs on transformers' code, which is slower and right; no
+image for GPUs is built of it.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ _INERT = {
 }
 """Keys that change nothing when text is generated. (``rope_interleaved`` is not read by transformers.)"""
 _ACTIVATIONS = ("gelu_pytorch_tanh", "silu")
+_ROW_STEP = 64
+"""Rows have a multiple of so many positions: attention wants its mask aligned."""
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -122,6 +125,15 @@ class DecoderSpec:
     norm_offset: bool
     scaled_embedding: bool
     fused: bool
+
+    def cache_bytes(self, texts: int, positions: int, item: int) -> int:
+        """Return what keys and values of so many texts take on a GPU, with ``item`` bytes an element."""
+        return texts * row_positions(positions) * 2 * self.layers * self.kv_heads * self.dim * item
+
+
+def row_positions(positions: int) -> int:
+    """Return the positions of a row of the GPU's cache: those of a text, and one for steps of idle slots."""
+    return -(-(positions + 1) // _ROW_STEP) * _ROW_STEP
 
 
 def read_spec(plain: Mapping[str, Any]) -> DecoderSpec | str:
