@@ -12,10 +12,9 @@ _CASED_END = 0x1F000
 def letter_cases() -> dict[str, tuple[str, ...]]:
     """Return, for each character that has another case, all that equal it, itself among them, sorted."""
     groups: dict[str, list[str]] = {}
-    for code in range(_CASED_END):
-        char = chr(code)
-        folded = _folded(char)
-        if folded != char:
+    every = list(map(chr, range(_CASED_END)))
+    for char, full in zip(every, map(str.casefold, every), strict=True):
+        if full != char and (folded := _folded(char)) != char:
             groups.setdefault(folded, [folded]).append(char)
     return {char: tuple(sorted(group)) for group in groups.values() for char in group}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import unicodedata
 from functools import cache
 
+import numpy as np
+
 from ralbuild.contract.words import PAGE_BYTES, PAGES
 
 _NO_SPACE_BLOCKS = (
@@ -34,18 +36,17 @@ def is_word(char: str) -> bool:
 @cache
 def word_table() -> tuple[bytes, bytes]:
     """Return ``pages`` and ``bits`` as `ralbuild.contract.words` reads them."""
-    bits = bytearray(PAGES * PAGE_BYTES)
-    category = unicodedata.category
+    word = np.zeros(8 * PAGES * PAGE_BYTES, bool)
     for first, last in _LETTERS:
-        for code in range(first, last + 1):
-            if category(chr(code))[0] in "LMN":
-                bits[code >> 3] |= 1 << (code & 7)
-    bits[ord("_") >> 3] |= 1 << (ord("_") & 7)
+        categories = map(unicodedata.category, map(chr, range(first, last + 1)))
+        majors = np.frombuffer("".join(categories).encode(), np.uint8)[::2]
+        word[first : last + 1] = np.isin(majors, list(b"LMN"))
+    word[ord("_")] = True
     for first, last in _NO_SPACE_BLOCKS:
-        for code in range(first, min(last, _LETTERS[0][1]) + 1):
-            bits[code >> 3] &= ~(1 << (code & 7))
+        word[first : last + 1] = False
+    bits = np.packbits(word, bitorder="little").tobytes()
     numbers: dict[bytes, int] = {}
     pages = bytearray()
     for page in range(PAGES):
-        pages.append(numbers.setdefault(bytes(bits[page * 32 : page * 32 + 32]), len(numbers)))
+        pages.append(numbers.setdefault(bits[page * PAGE_BYTES : (page + 1) * PAGE_BYTES], len(numbers)))
     return bytes(pages), b"".join(numbers)
