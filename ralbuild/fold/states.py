@@ -139,10 +139,12 @@ class RuleStates:
                     at += 1
         if not pending:
             return (), ops
-        first = starts[at]
-        left = first[0] - first[2][0] if first[2] else pending
-        # What begins inside the first start's match cannot win any more.
-        return (first, *(start for start in starts[at + 1 :] if start[0] <= left)), ops
+        first, *others = starts[at:]
+        if first[2] is not None:
+            # What begins inside the first start's match cannot win any more.
+            left = pending - first[2][0]
+            others = [start for start in others if start[0] <= left]
+        return (first, *others), ops
 
     def settle_first(self, state: State) -> tuple[tuple[Start, ...], list[Op]]:
         """Decide what can be decided when the first start goes on no more."""

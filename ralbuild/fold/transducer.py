@@ -184,7 +184,7 @@ class TransducerBuilder:
         if not self._copies[failure.programs[failure.which[klass]]]:
             return None
         others = reader.states[failure.targets[klass]].starts
-        if any(found is not None for *_, found in others):
+        if any(start[2] for start in others):
             return None
         first = reader.move_first(state, klass)
         if first is None or first[1] == DEAD:
@@ -220,10 +220,10 @@ class TransducerBuilder:
         while len(rows) < len(order):
             row = self.row(order[len(rows)])
             rows.append(row)
-            for target in dict.fromkeys(row.targets.tolist()):
-                if target not in seen:
-                    seen.add(target)
-                    order.append(target)
+            targets = row.targets.tolist()
+            if new := set(targets) - seen:
+                seen |= new
+                order += [target for target in dict.fromkeys(targets) if target in new]
             self.budget.check(self.reader.dfa, self.names, states=len(order), most=STATE_BUDGET)
             if len(self.reader.states) > STATE_BUDGET or len(self.programs) >= 1 << 20:
                 raise self._over_budget()
