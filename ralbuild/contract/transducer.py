@@ -35,6 +35,7 @@ from __future__ import annotations
 from ralbuild.contract.machine import Machine
 from ralbuild.contract.memo import PlaceKey
 from ralbuild.contract.slot import Slot
+from ralbuild.contract.transducer_read import read_transducer
 from ralbuild.contract.transducer_table import (
     COPY,
     DROP,
@@ -46,7 +47,6 @@ from ralbuild.contract.transducer_table import (
     STATE_MASK,
     Front,
     TransducerTable,
-    read_transducer,
     write_transducer,
 )
 
