@@ -80,7 +80,7 @@ def _fold(loaded: LoadedConfig, tokens: Sequence[bytes], strips: bool) -> Folded
     rule_set = collect_rules(loaded)
     rule_set = replace(rule_set, profiles=resolve_biases(rule_set.profiles, loaded, tokens))
     _check_spelling(rule_set, tokens)
-    data, size = TransducerBuilder(rule_set.rules_of).build(len(rule_set.rules))
+    data, size = TransducerBuilder(rule_set.rules_of, rule_set.rules).build(len(rule_set.rules))
     table = read_transducer(data, "transducer")
     check_buffers(table, rule_set.rules_of, rule_set.rules, tokens)
     bans = build_bans([rules.limits for rules in rule_set.rules_of])

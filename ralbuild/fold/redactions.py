@@ -99,7 +99,7 @@ def build_redactions(modes: tuple[Mode, ...], budget: Budget) -> RedactionTable:
     sets = tuple(dict.fromkeys(mode.redactions for mode in modes if mode.redactions))
     numbers, forms = _number_forms(sets)
     names = {
-        number: rule.shown
+        number: budget.name(rule)
         for rules, own in zip(sets, numbers, strict=True)
         for rule, number in zip(rules, own, strict=True)
     }

@@ -8,12 +8,13 @@ looked at one by one, and there, too, the failure state mostly knows what become
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ralbuild.contract.bundle import Rule
 from ralbuild.contract.transducer_table import (
     COPY,
     DROP,
@@ -65,16 +66,21 @@ class TransducerSize:
 
 
 class TransducerBuilder:
-    """Builds one table for all profiles; each profile is a first mode."""
+    """Builds one table for all profiles; each profile is a first mode.
 
-    def __init__(self, profiles: tuple[ProfileRules, ...]) -> None:
+    Args:
+        profiles: what holds together.
+        rules: all rules by their ids, for messages.
+    """
+
+    def __init__(self, profiles: tuple[ProfileRules, ...], rules: Sequence[Rule] = ()) -> None:
         self.profiles = profiles
         self.modes, self.starts = expand_modes(profiles)
         self.sets = tuple(dict.fromkeys(mode.texts for mode in self.modes if not mode.dropped))
         self.dropping = len(self.sets)  # the state that forgets everything belongs to no set
         self.reader = RuleStates(self.sets)
-        self.names = [rule.shown for rule in self.reader.rules]
-        self.budget = Budget()
+        self.budget = Budget(rules)
+        self.names = [self.budget.name(rule) for rule in self.reader.rules]
         self.ends_word = ~np.array(self.reader.dfa.class_is_word)
         self.programs: list[tuple[Op, ...]] = []
         self._copies: list[bool] = []
