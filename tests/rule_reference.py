@@ -16,7 +16,7 @@ from ralbuild.fold.rules import REDACTION, KindRule, ProfileRules, TextRule
 
 WORD = regex.compile(r"[\p{L}\p{M}\p{N}_]")
 NO_SPACES = regex.compile(
-    r"[\p{sc=Han}\p{sc=Hira}\p{sc=Kana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmr}\p{sc=Mymr}\p{sc=Bopo}\p{sc=Yiii}]"
+    r"[\p{sc=Han}\p{sc=Hira}\p{sc=Kana}\u30fc\uff70\p{sc=Thai}\p{sc=Lao}\p{sc=Khmr}\p{sc=Mymr}\p{sc=Bopo}\p{sc=Yiii}]"
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 from ralbuild.config.load import load_config
 from ralbuild.contract.transducer import Transducer, read_transducer
 from ralbuild.errors import CompileError, ConfigError
+from ralbuild.fold import budget
 from ralbuild.fold.folding import fold
 
 TOKENS = [bytes([byte]) for byte in range(256)] + [b"eeeee", b"risk", b" the", b"\n\n", "é".encode()]
@@ -114,6 +115,21 @@ def test_a_rule_that_could_write_more_than_a_step_may_is_refused_by_name(tmp_pat
     with pytest.raises(CompileError, match="redact 'e' writes 1000 bytes") as caught:
         machine(tmp_path, config)
     assert caught.value.problems[0].place == "3:24"
+
+
+def test_a_table_that_grows_too_large_names_the_pattern_and_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "TABLE_BUDGET", 5000)
+    config = """
+postprocessing:
+  output_transformers:
+    - {name: html_enhancer, config: {bold_terms: [risk]}}
+    - {name: replace, config: {rules: [{pattern: "[^ .]{1,6}!", with: "!"}]}}
+"""
+    with pytest.raises(CompileError) as caught:
+        machine(tmp_path, config)
+    assert "heaviest are '/[^ .]{1,6}!/' (7:" in caught.value.problems[0].hint
 
 
 @pytest.mark.parametrize(

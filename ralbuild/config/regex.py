@@ -8,13 +8,14 @@ same to `re`, except that the longest alternative wins. Classes such as ``\\d`` 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from re import _constants as sre  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from ralbuild.config.letters import letter_cases
+from ralbuild.config.letters import letter_cases, same_letters
 
 MAX_MATCH_BYTES = 256
 MAX_NODES = 4096
@@ -165,12 +166,7 @@ HUGE = 1 << 40
 def width(node: Node, *, ignore_case: bool = False) -> tuple[int, int]:
     """Return the least and the most bytes of UTF-8 that a match of ``node`` has."""
     if isinstance(node, Chars):
-        sizes = [
-            len(chr(_encodable(end)).encode())
-            for pair in node.code_points(ignore_case=ignore_case)
-            for end in pair
-        ]
-        return min(sizes), max(sizes)
+        return _char_width(node, ignore_case)
     if isinstance(node, Sequence):
         parts = [width(item, ignore_case=ignore_case) for item in node.items]
         return sum(low for low, _ in parts), min(HUGE, sum(high for _, high in parts))
@@ -179,6 +175,13 @@ def width(node: Node, *, ignore_case: bool = False) -> tuple[int, int]:
         return min(low for low, _ in parts), max(high for _, high in parts)
     low, high = width(node.item, ignore_case=ignore_case)
     return low * node.least, min(HUGE, high * node.most)
+
+
+@lru_cache(4096)
+def _char_width(node: Chars, ignore_case: bool) -> tuple[int, int]:
+    ends = [end for pair in node.code_points(ignore_case=ignore_case) for end in pair]
+    sizes = [len(chr(_encodable(end)).encode()) for end in ends]
+    return min(sizes), max(sizes)
 
 
 def can_match(node: Node, char: str) -> bool:
@@ -287,12 +290,18 @@ def _encodable_ranges(ranges: Any) -> Ranges:
 @cache
 def case_folded(ranges: Ranges) -> Ranges:
     """Return ``ranges`` with every letter that equals one in them when case is ignored."""
+    cased = _cased()
     out = list(ranges)
-    for letter, group in letter_cases().items():
-        code = ord(letter)
-        if any(low <= code <= high for low, high in ranges):
-            out += [(ord(other), ord(other)) for other in group]
+    for low, high in ranges:
+        for code in cased[bisect_left(cased, low) : bisect_right(cased, high)]:
+            out += [(ord(other), ord(other)) for other in same_letters(chr(code))]
     return _encodable_ranges(out)
+
+
+@cache
+def _cased() -> list[int]:
+    """Return the code points of all letters that have another case, ascending."""
+    return sorted(map(ord, letter_cases()))
 
 
 def complement(ranges: Any) -> Ranges:

@@ -19,7 +19,8 @@ A text goes through three stages, each of which holds back only what it cannot d
 
    ``final`` names the programs that decide what is pending where the text, or its part, ends.
 
-Redactions and rules read whole characters: the last bytes of one that is not complete wait. An entry
+Redactions and rules read whole characters: the last bytes of one that is not complete wait, and a table
+whose candidates may begin or end inside one is refused (`ralbuild.contract.transducer_read`). An entry
 of ``redact_next`` leads to the next state, or says that the candidate ends before its symbol (`DEAD`) or
 with it (`DONE`); its list of accepts says what may end there. The first two states of a set of
 redactions, and of rules, are those between matches: behind a character of no word, and of a word.
@@ -37,6 +38,7 @@ from collections.abc import Sequence
 from ralbuild.contract.machine import Machine
 from ralbuild.contract.memo import PlaceKey
 from ralbuild.contract.slot import Slot
+from ralbuild.contract.transducer_read import read_transducer
 from ralbuild.contract.transducer_table import (
     COPY,
     DROP,
@@ -48,7 +50,6 @@ from ralbuild.contract.transducer_table import (
     STATE_MASK,
     Front,
     TransducerTable,
-    read_transducer,
     write_transducer,
 )
 

@@ -1,16 +1,14 @@
-"""The table file of a transducer: what is in it, how it is written, and how it is checked when read.
+"""The table file of a transducer: what is in it and how it is written.
 
-`ralbuild.contract.transducer` says what the arrays mean.
+`ralbuild.contract.transducer` says what the arrays mean, `ralbuild.contract.transducer_read` reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ralbuild.contract.arrays import Array, make_array, read_arrays, write_arrays
-from ralbuild.contract.codec import FormatError
-from ralbuild.contract.words import PAGE_BYTES, PAGES
+from ralbuild.contract.arrays import Array, make_array, write_arrays
 
 FORMAT = "ralbuild.transducer/3"
 STATE_BITS = 17
@@ -192,112 +190,3 @@ def _joined(parts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
         out.extend(part)
         offsets.append(len(out))
     return offsets, out
-
-
-def read_transducer(data: bytes, where: str) -> TransducerTable:
-    """Parse and check a table: every state, program, string and rule number is in range.
-
-    Raises:
-        FormatError: naming the array that is wrong.
-    """
-    file = read_arrays(data, where)
-    file.expect_format(FORMAT, where)
-    final, trans = file.take("final", "U32"), file.take("trans", "U32")
-    words = [
-        "prog_off",
-        "prog_ops",
-        "str_off",
-        "starts",
-        "modes",
-        "mark_next",
-        "mark_actions",
-        "marker_rows",
-        "redact_next",
-    ]
-    words += ["redact_final", "accept_off", "accept_rows", "redact_rows"]
-    table = TransducerTable(
-        classes=2 * len(trans) // len(final) if len(final) else 0,
-        cls=file.take("cls", "U8", 512),
-        trans=trans,
-        final=final,
-        pool=file.take("pool", "U8"),
-        word_pages=file.take("word_pages", "U8", PAGES),
-        word_bits=file.take("word_bits", "U8"),
-        mark_class=file.take("mark_class", "U8", 256),
-        redact_class=file.take("redact_class", "U8", 512),
-        max_held=file.number("max_held"),
-        rules=file.number("rules"),
-        **{name: file.take(name, "U32") for name in words},
-    )
-    _check_rules(table, where)
-    _check_front(table, where)
-    return table
-
-
-def _check_rules(table: TransducerTable, where: str) -> None:
-    programs, strings = len(table.prog_off) - 1, len(table.str_off) - 1
-    whole = len(table.final) % 2 == 0 and len(table.trans) == table.states * table.classes
-    if not whole or not table.states or not len(table.starts):
-        raise FormatError(where, "the table has no states or a ragged transition array")
-    if max(table.cls) >= table.classes:
-        raise FormatError(where, "a symbol class is out of range")
-    entries = set(table.trans)
-    if max(entries) >> STATE_BITS >= programs or max(table.final) >= programs:
-        raise FormatError(where, "a program number is out of range")
-    if max(entry & STATE_MASK for entry in entries) >= table.states:
-        raise FormatError(where, "a state number is out of range")
-    for word in table.prog_ops:
-        kind, arg = word & 3, word >> 2
-        if (kind == EMIT and arg >= strings) or (kind == EVENT and arg >= table.rules):
-            raise FormatError(where, "an operation names a string or rule that is not there")
-    for name, offsets, size in (
-        ("program", table.prog_off, len(table.prog_ops)),
-        ("string", table.str_off, len(table.pool)),
-        ("accept", table.accept_off, len(table.accept_rows)),
-    ):
-        if not len(offsets) or offsets[-1] != size or list(offsets) != sorted(offsets):
-            raise FormatError(where, f"the {name} offsets are not ascending")
-    if (max(table.word_pages) + 1) * PAGE_BYTES > len(table.word_bits):
-        raise FormatError(where, "the table of word characters is cut off")
-
-
-def _check_front(table: TransducerTable, where: str) -> None:
-    """Check the stages before the rules; an array of the wrong shape fails the same as a wrong number."""
-    marks = _states(table.mark_next, table.mark_classes)
-    redacts = _states(table.redact_next, table.redact_classes)
-    modes, markers = len(table.modes) // 5, len(table.marker_rows) // 3
-    lists, rows = len(table.accept_off) - 1, len(table.redact_rows) // 2
-    strings, programs = len(table.str_off) - 1, len(table.prog_off) - 1
-    low = (1 << MARK_BITS) - 1
-    entries = set(table.redact_next)
-    redacting = [row for row in range(0, 5 * modes, 5) if table.modes[row + 1] != NONE]
-    forms = 1 + max((entry >> 3 for entry in table.accept_rows), default=-1)
-    bounds: list[tuple[Iterable[int], int]] = [
-        (table.starts, modes),
-        ([entry & low for entry in table.mark_next], marks),
-        ([entry >> MARK_BITS for entry in table.mark_next], len(table.mark_actions) // 2),
-        (table.mark_actions[1::2], markers + 1),
-        (table.marker_rows[0::3], table.rules),
-        (table.marker_rows[2::3], modes),
-        ({entry & DEAD for entry in entries} - {DEAD, DONE}, min(redacts, DONE)),
-        ({entry >> REDACT_BITS for entry in entries}, lists),
-        (table.redact_final, lists),
-        ([entry >> 1 & 3 for entry in table.accept_rows], MOD_97 + 1),
-        (table.redact_rows[0::2], table.rules),
-        (table.redact_rows[1::2], strings),
-        ([state for state in table.modes[0::5] if state != NONE], marks),
-        ([table.modes[row + 1] + 1 for row in redacting], redacts),
-        ([table.modes[row + 2] + 1 for row in redacting], table.states),
-        ([table.modes[row + 4] + forms for row in redacting], rows + 1),
-        (table.modes[2::5], table.states),
-        ([program for program in table.modes[3::5] if program != NONE], programs),
-    ]
-    whole = (len(table.modes) % 5, len(table.marker_rows) % 3, len(table.redact_rows) % 2)
-    if any(whole) or len(table.redact_final) != redacts or not modes:
-        raise FormatError(where, "a table of markers, redactions or modes is ragged")
-    if any(value >= limit for values, limit in bounds for value in values):
-        raise FormatError(where, "a marker, redaction or mode names something that is not there")
-
-
-def _states(entries: memoryview, classes: int) -> int:
-    return len(entries) // classes if len(entries) % classes == 0 else 0

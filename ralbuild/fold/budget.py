@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from ralbuild.contract.bundle import Rule
 from ralbuild.errors import CompileError
 from ralbuild.fold.patterns import Dfa
+from ralbuild.fold.rules import KindRule, TextRule
 
 TABLE_BUDGET = 32 << 20
 """Bytes of the transition arrays of redactions and rules; an A100's second-level cache holds them."""
@@ -16,11 +18,20 @@ class Budget:
     """Counts bytes of finished tables.
 
     Attributes:
+        rules: all rules by their ids, for messages.
         taken: bytes so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Sequence[Rule] = ()) -> None:
+        self.rules = rules
         self.taken = 0
+
+    def name(self, rule: TextRule | KindRule) -> str:
+        """Return what a rule matches and, where that is known, its place in the config."""
+        if rule.id >= len(self.rules):
+            return repr(rule.shown[:40])
+        found = self.rules[rule.id]
+        return f"{found.text[:40]!r} ({found.place})"
 
     def take(self, size: int) -> None:
         """Count a finished table."""
@@ -40,7 +51,7 @@ class Budget:
 
     def exceeded(self, dfa: Dfa, names: Sequence[str], found: str) -> CompileError:
         """Return the error that says what was ``found``."""
-        heavy = [repr(names[number][:40]) for number, _ in Counter(dfa.nfa.rule).most_common(3)]
+        heavy = [names[number] for number, _ in Counter(dfa.nfa.rule).most_common(3)]
         return CompileError(
             f"the rules need too large a table: {found}",
             place="fold",

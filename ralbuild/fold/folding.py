@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ralbuild.config.load import LoadedConfig
@@ -58,10 +60,27 @@ def fold(loaded: LoadedConfig, tokens: Sequence[bytes], *, strips: bool = False)
     Raises:
         CompileError: when the tables outgrow their budget or a step its buffers.
     """
+    with _no_collections():
+        return _fold(loaded, tokens, strips)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep Python from looking for garbage: all that folding makes is in use until it ends."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _fold(loaded: LoadedConfig, tokens: Sequence[bytes], strips: bool) -> Folded:
     rule_set = collect_rules(loaded)
     rule_set = replace(rule_set, profiles=resolve_biases(rule_set.profiles, loaded, tokens))
     _check_spelling(rule_set, tokens)
-    data, size = TransducerBuilder(rule_set.rules_of).build(len(rule_set.rules))
+    data, size = TransducerBuilder(rule_set.rules_of, rule_set.rules).build(len(rule_set.rules))
     table = read_transducer(data, "transducer")
     check_buffers(table, rule_set.rules_of, rule_set.rules, tokens)
     bans = build_bans([rules.limits for rules in rule_set.rules_of])

@@ -79,8 +79,11 @@ class Nfa:
 
     def closure(self, states: Iterable[int]) -> frozenset[int]:
         """Return ``states`` and all that is reached from them without reading."""
-        found = set(states)
-        todo = [state for state in found if self.jumps[state]]
+        given = frozenset(states)
+        todo = [state for state in given if self.jumps[state]]
+        if not todo:
+            return given
+        found = set(given)
         while todo:
             for target in self.jumps[todo.pop()]:
                 if target not in found:
@@ -106,21 +109,15 @@ class _Spelling:
 
     def text(self, text: bytes, here: int) -> int:
         for char in text.decode("utf-8", "surrogateescape"):
-            letters = same_letters(char) if self.ignore_case else (char,)
             end = self._new()
-            spelled = [char_symbols(letter) for letter in letters]
-            if self.same_size:
-                size = len(char_symbols(char))
-                spelled = [symbols for symbols in spelled if len(symbols) == size]
-            # One edge for all letters of one byte: what no rule tells apart shares a class.
-            if single := [symbols[0] for symbols in spelled if len(symbols) == 1]:
+            single, longer = spelled_letters(char, self.ignore_case, self.same_size)
+            if single:
                 self._edge(here, single, end)
-            for symbols in spelled:
-                if len(symbols) > 1:
-                    at = here
-                    for symbol in symbols[:-1]:
-                        at = self._edge(at, (symbol,), self._new())
-                    self._edge(at, symbols[-1:], end)
+            for symbols in longer:
+                at = here
+                for symbol in symbols[:-1]:
+                    at = self._edge(at, symbol, self._new())
+                self._edge(at, symbols[-1], end)
             here = end
         return here
 
@@ -165,9 +162,31 @@ class _Spelling:
     def _new(self) -> int:
         return self.nfa._state(self.rule)
 
-    def _edge(self, here: int, members: Iterable[int], target: int) -> int:
-        self.nfa.edges[here].append((frozenset(members), target))
+    def _edge(self, here: int, members: frozenset[int], target: int) -> int:
+        self.nfa.edges[here].append((members, target))
         return target
+
+
+Letters = tuple[frozenset[int], tuple[tuple[frozenset[int], ...], ...]]
+"""Symbols of the letters that are one byte, and the symbols of each of the others, byte by byte."""
+
+
+@lru_cache(4096)
+def spelled_letters(char: str, ignore_case: bool, same_size: bool) -> Letters:
+    """Return how the letters that equal ``char`` are spelled.
+
+    All letters of one byte are one set: what no rule tells apart shares a class. With ``same_size`` a
+    letter's other cases count only when they take as many bytes.
+    """
+    spelled = [char_symbols(letter) for letter in (same_letters(char) if ignore_case else (char,))]
+    if same_size:
+        size = len(char_symbols(char))
+        spelled = [symbols for symbols in spelled if len(symbols) == size]
+    longer = [symbols for symbols in spelled if len(symbols) > 1]
+    return (
+        frozenset(symbols[0] for symbols in spelled if len(symbols) == 1),
+        tuple(tuple(frozenset((symbol,)) for symbol in symbols) for symbols in longer),
+    )
 
 
 def char_symbols(char: str) -> tuple[int, ...]:
@@ -242,13 +261,13 @@ def byte_classes(sets: Iterable[frozenset[int]], size: int = 256) -> list[int]:
     return [numbers.setdefault(tuple(signature), len(numbers)) for signature in signatures]
 
 
-Partition = list[tuple[tuple[int, ...], tuple[int, ...]]]
-"""Classes, and the places of the masks that hold them."""
+Partition = list[tuple[int, tuple[int, ...]]]
+"""Classes (bit k is class k), and the places of the masks that hold them."""
 
 
 def partition(masks: Sequence_[int]) -> Partition:
-    """Split classes by which of ``masks`` (bit k is class k) they are in, by their least class."""
-    blocks: list[tuple[int, tuple[int, ...]]] = []
+    """Split classes by which of ``masks`` they are in, by their least class."""
+    blocks: Partition = []
     for number, left in enumerate(masks):
         split = []
         for classes, which in blocks:
@@ -261,8 +280,11 @@ def partition(masks: Sequence_[int]) -> Partition:
         if left:
             split.append((left, (number,)))
         blocks = split
-    blocks.sort(key=lambda block: block[0] & -block[0])
-    return [(tuple(k for k in range(bits.bit_length()) if bits >> k & 1), which) for bits, which in blocks]
+    return sorted(blocks, key=lambda block: block[0] & -block[0])
+
+
+Group = tuple[int, int, int]
+"""Classes of no word and classes of a word, as numbers of `Dfa.parts`, and the node that they lead to."""
 
 
 class Dfa:
@@ -270,6 +292,9 @@ class Dfa:
 
     A node knows the rules that end in it (``ended``, lowest number first), and the best of them: one that
     needs no word boundary (``accept``) and one that does (``accept_at_boundary``).
+
+    Attributes:
+        parts: sets of classes that lead from a node to one other; the first is empty.
     """
 
     def __init__(self, nfa: Nfa, whole_word: Sequence_[bool]) -> None:
@@ -278,11 +303,14 @@ class Dfa:
         masks = {mask for edges in nfa.edges for mask, _ in edges}
         self.cls = byte_classes(masks | {WORD_SYMBOLS}, SYMBOLS)
         self.classes = max(self.cls) + 1
-        self.class_is_word = [False] * self.classes
-        for symbol in WORD_SYMBOLS:
-            self.class_is_word[self.cls[symbol]] = True
-        self._classes_of: dict[frozenset[int], int] = {}
-        self._partitions: dict[tuple[int, ...], Partition] = {}
+        self._word = self._classes_of(WORD_SYMBOLS)
+        self.class_is_word = [bool(self._word >> klass & 1) for klass in range(self.classes)]
+        classes_of = {mask: self._classes_of(mask) for mask in masks}
+        self._edges = [[(classes_of[mask], target) for mask, target in edges] for edges in nfa.edges]
+        self.parts: list[tuple[int, ...]] = [()]
+        self._part_numbers: dict[int, int] = {0: 0}
+        self._partitions: dict[tuple[int, ...], list[tuple[int, int, tuple[int, ...]]]] = {}
+        self._alone: dict[int, int] = {}
         self._opened: dict[frozenset[int], int] = {}
         self._numbers: dict[frozenset[int], int] = {}
         self._members: list[frozenset[int]] = []
@@ -308,10 +336,12 @@ class Dfa:
             number = self._numbers[closed] = len(self._members)
             self._members.append(closed)
             self._next.append(None)
-            ended = sorted({self.nfa.rule[state] for state in closed & self.nfa.ends})
-            self.ended.append(tuple(ended))
+            ends = () if closed.isdisjoint(self.nfa.ends) else closed & self.nfa.ends
+            ended = sorted({self.nfa.rule[state] for state in ends})
+            plain = [rule for rule in ended if not self.whole_word[rule]]
             words = [rule for rule in ended if self.whole_word[rule]]
-            self.accept.append(next((rule for rule in ended if not self.whole_word[rule]), None))
+            self.ended.append(tuple(ended))
+            self.accept.append(plain[0] if plain else None)
             self.accept_at_boundary.append(words[0] if words else None)
         return number
 
@@ -319,37 +349,55 @@ class Dfa:
         """Return class to node for every class that leads somewhere."""
         found = self._next[node]
         if found is None:
-            every = [(klass, target) for classes, target in self.groups(node) for klass in classes]
+            parts = self.parts
+            every = [
+                (klass, target)
+                for plain, word, target in self.groups(node)
+                for klass in parts[plain] + parts[word]
+            ]
             found = self._next[node] = dict(sorted(every))
         return found
 
-    def groups(self, node: int) -> list[tuple[tuple[int, ...], int]]:
+    def groups(self, node: int) -> list[Group]:
         """Return what `moves` does, the classes that lead to one node together, by their least class."""
         leads: dict[int, list[int]] = {}
         for state in self._members[node]:
-            for mask, target in self.nfa.edges[state]:
-                leads.setdefault(self._mask_classes(mask), []).append(target)
+            for mask, target in self._edges[state]:
+                if mask in leads:
+                    leads[mask].append(target)
+                else:
+                    leads[mask] = [target]
         masks = tuple(leads)
         parts = self._partitions.get(masks)
         if parts is None:
-            parts = self._partitions[masks] = partition(masks)
+            word = self._word
+            parts = self._partitions[masks] = [
+                (self._part(classes & ~word), self._part(classes & word), which)
+                for classes, which in partition(masks)
+            ]
         targets = list(leads.values())
-        return [
-            (
-                classes,
-                self.node(targets[which[0]] if len(which) == 1 else chain(*[targets[k] for k in which])),
-            )
-            for classes, which in parts
-        ]
+        out = []
+        for plain, words, which in parts:
+            states = targets[which[0]] if len(which) == 1 else [*chain(*[targets[k] for k in which])]
+            # Most lead to one state: its number is a shorter key than the set of it.
+            target = self._alone.get(states[0], DEAD) if len(states) == 1 else self.node(states)
+            if target == DEAD:
+                target = self._alone[states[0]] = self._node(frozenset(states))
+            out.append((plain, words, target))
+        return out
 
-    def _mask_classes(self, mask: frozenset[int]) -> int:
+    def _part(self, classes: int) -> int:
+        """Number some classes (bit k is class k)."""
+        number = self._part_numbers.setdefault(classes, len(self.parts))
+        if number == len(self.parts):
+            self.parts.append(tuple(k for k in range(classes.bit_length()) if classes >> k & 1))
+        return number
+
+    def _classes_of(self, mask: frozenset[int]) -> int:
         """Return the classes of some symbols: bit k is class k."""
-        found = self._classes_of.get(mask)
-        if found is None:
-            found = 0
-            for symbol in mask:
-                found |= 1 << self.cls[symbol]
-            self._classes_of[mask] = found
+        found = 0
+        for klass in {self.cls[symbol] for symbol in mask}:
+            found |= 1 << klass
         return found
 
     def grows(self, node: int, *, after_word: bool) -> bool:
@@ -360,4 +408,4 @@ class Dfa:
 
     def goes_on(self, node: int) -> bool:
         """Tell whether any class leads from ``node`` to another one."""
-        return any(self.nfa.edges[state] for state in self._members[node])
+        return any(self._edges[state] for state in self._members[node])

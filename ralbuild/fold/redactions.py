@@ -7,7 +7,6 @@ rule is multiplied with another one.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ def build_redactions(modes: tuple[Mode, ...], budget: Budget) -> RedactionTable:
     sets = tuple(dict.fromkeys(mode.redactions for mode in modes if mode.redactions))
     numbers, forms = _number_forms(sets)
     names = {
-        number: rule.shown
+        number: budget.name(rule)
         for rules, own in zip(sets, numbers, strict=True)
         for rule, number in zip(rules, own, strict=True)
     }
@@ -170,10 +169,9 @@ class _Builder:
         self.ends: list[tuple[int, int]] = []
         self.accepts: dict[tuple[int, ...], int] = {(): 0}
         self._homes: list[int] = []
-        self._moves: list[tuple[int, tuple[int, ...], int]] = []
-        """(state, classes, entry without what may end before them)."""
-        self._targets: dict[tuple[int, bool], int] = {}
-        self._sides: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._moves: list[tuple[int, int, int]] = []
+        """(state, part of the classes, entry without what may end before them)."""
+        self._targets: dict[int, int] = {}
         self._queue: deque[tuple[int, int]] = deque()
 
     def add(self, numbers: tuple[int, ...]) -> int:
@@ -190,37 +188,33 @@ class _Builder:
         return home
 
     def _read(self, state: int, node: int) -> None:
-        for classes, target in self.dfa.groups(node):
-            for after_word, part in enumerate(self._by_word(classes)):
+        targets = self._targets
+        for plain, word, target in self.dfa.groups(node):
+            for after_word, part in ((0, plain), (1, word)):
                 if part:
-                    key = target, bool(after_word)
-                    entry = self._targets.get(key)
+                    key = target << 1 | after_word
+                    entry = targets.get(key)
                     if entry is None:
-                        entry = self._targets[key] = self._entry(*key)
+                        entry = targets[key] = self._entry(target, bool(after_word))
                     self._moves.append((state, part, entry))
-
-    def _by_word(self, classes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Split classes into those of no word and those of a word."""
-        found = self._sides.get(classes)
-        if found is None:
-            word = self.dfa.class_is_word
-            sides = [tuple(klass for klass in classes if word[klass] == side) for side in (False, True)]
-            found = self._sides[classes] = sides[0], sides[1]
-        return found
 
     def _entry(self, node: int, after_word: bool) -> int:
         """Return the entry that leads to ``node``: a new state, unless nothing can follow there."""
-        ended = self.dfa.ended[node]
-        certain = [form for form in ended if not (after_word and self.forms[form].whole_word)]
-        unchecked = [form for form in certain if self.forms[form].check == NO_CHECK]
-        if unchecked and not self.dfa.goes_on(node):
-            later = [form for form in ended if form not in certain]  # needs a boundary, and may come first
-            if not later or unchecked[0] < later[0]:
-                return DONE | self._list(certain, after_word) << REDACT_BITS
         state = len(self.ends)
-        self.ends.append((self._list(ended, after_word), self._list(certain, after_word)))
+        ended = self.dfa.ended[node]
+        if ended:
+            certain = [form for form in ended if not (after_word and self.forms[form].whole_word)]
+            unchecked = [form for form in certain if self.forms[form].check == NO_CHECK]
+            if unchecked and not self.dfa.goes_on(node):
+                # What needs a boundary may come first.
+                later = [form for form in ended if form not in certain]
+                if not later or unchecked[0] < later[0]:
+                    return DONE | self._list(certain, after_word) << REDACT_BITS
+            self.ends.append((self._list(ended, after_word), self._list(certain, after_word)))
+        else:
+            self.ends.append((0, 0))
         self._queue.append((state, node))
-        self.budget.check(self.dfa, self.names, states=len(self.ends), most=DONE)
+        self.budget.check(self.dfa, self.names, states=state + 1, most=DONE)
         return state
 
     def _list(self, forms: Sequence[int], after_word: bool) -> int:
@@ -250,10 +244,13 @@ class _Builder:
         out = lists | np.uint32(DEAD)
         for home in self._homes:
             out[home : home + 2] = home + word
-        sizes = [len(classes) for _, classes, _ in self._moves]
-        state = np.repeat([state for state, _, _ in self._moves], sizes)
-        entry = np.repeat(np.array([entry for _, _, entry in self._moves], np.uint32), sizes)
-        klass = np.fromiter(itertools.chain.from_iterable(part for _, part, _ in self._moves), np.int64)
+        state, part, entry = np.array(self._moves, np.uint32).reshape(-1, 3).T
+        sizes = np.array([len(part) for part in self.dfa.parts])[part]
+        firsts = np.cumsum([0, *(len(part) for part in self.dfa.parts)])[part]
+        state, entry = np.repeat(state, sizes), np.repeat(entry, sizes)
+        # Counted up from the first class of every part.
+        place = np.arange(len(state)) + np.repeat(firsts - np.cumsum(sizes) + sizes, sizes)
+        klass = np.array([klass for part in self.dfa.parts for klass in part], np.int64)[place]
         out[state, klass] = np.where(entry < DONE, entry | lists[state, klass], entry)
         self.budget.take(out.nbytes)
         return out

@@ -54,6 +54,6 @@ def fold_runtime_rules(loaded: LoadedRuntimeRules) -> FoldedRuntimeRules:
         stops=tuple(stops),
     )
     profiles = (output, ProfileRules(texts=tuple(refusals)))
-    table, size = TransducerBuilder(profiles).build(len(rules))
+    table, size = TransducerBuilder(profiles, rules).build(len(rules))
     encoded = base64.b64encode(table).decode()
     return FoldedRuntimeRules(RuntimeRules(FORMAT, file.serial, tuple(rules), encoded), size)

@@ -1,15 +1,16 @@
 """What is undecided while text is read: the states of the rules, and how a symbol moves them.
 
-A state has, for every undecided byte, the automaton node of a match that would start there and the
-longest match it has found so far. Reading a symbol moves every start; then the first start is settled as
-soon as nothing can change it: it is copied when it can match no more, or its longest match is committed.
-So the first start of a state always lives.
+A state has, for every undecided byte where a match can still begin, the automaton node of that match and
+the longest one found so far. Reading a symbol moves every start; then the first start is settled as soon as
+nothing can change it: it is copied when it can match no more, or its longest match is committed. So the
+first start of a state always lives. A start is known by the bytes since it began, which settling what comes
+before it leaves as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ralbuild.contract.transducer_table import COPY, STATE_BITS
 from ralbuild.fold.patterns import DEAD, Dfa, Nfa
@@ -20,19 +21,27 @@ STATE_BUDGET = 1 << STATE_BITS
 
 Match = tuple[int, int]
 """Length in bytes, index of the text rule."""
-Start = tuple[int, Match | None]
-"""Automaton node of a match that begins here (DEAD when none can), and the longest match found so far."""
-
-DEAD_START: Start = (DEAD, None)
+Start = tuple[int, int, Match | None]
+"""Bytes since it began, its automaton node (DEAD when it goes no further), and the longest match found."""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """What is undecided: set of rules, whether a word character came last, one start per pending byte."""
+class State(NamedTuple):
+    """What is undecided; a tuple, for states are compared more often than anything else is done with them.
+
+    Attributes:
+        rules: number of the set of rules.
+        after_word: a word character came last.
+        starts: longest first; the first one is of the first undecided byte.
+    """
 
     rules: int
     after_word: bool
     starts: tuple[Start, ...]
+
+    @property
+    def pending(self) -> int:
+        """The number of undecided bytes."""
+        return self.starts[0][0] if self.starts else 0
 
 
 class RuleStates:
@@ -71,79 +80,88 @@ class RuleStates:
     def number(self, rules: int, after_word: bool, starts: tuple[Start, ...]) -> int:
         """Return the number of a state; states are compared once, here."""
         state = State(rules, after_word, starts)
-        number = self._numbers.get(state)
-        if number is None:
-            number = self._numbers[state] = len(self.states)
+        number = self._numbers.setdefault(state, len(self.states))
+        if number == len(self.states):
             self.states.append(state)
         return number
 
     def read(self, state: State, klass: int) -> tuple[int, list[Op]]:
         """Read one byte of class ``klass``: every start moves, a new one begins, the first is settled."""
-        boundary = not self.dfa.class_is_word[klass]
-        count = len(state.starts)
-        ends = boundary and state.after_word
-        moved = [
-            start if start[0] == DEAD else self._move(start, count - index, klass, ends=ends)
-            for index, start in enumerate(state.starts)
-        ]
-        fresh = self.fresh[state.rules][state.after_word]
-        moved.append(self._move((fresh, None), 0, klass, ends=False))
-        starts, ops = self.settle(moved)
-        return self.number(state.rules, not boundary, starts), ops
+        word = self.dfa.class_is_word[klass]
+        ends = state.after_word and not word
+        fresh: Start = (0, self.fresh[state.rules][state.after_word], None)
+        moved = [self._move(start, klass, ends=ends) for start in state.starts]
+        moved.append(self._move(fresh, klass, ends=False))
+        starts, ops = self.settle([start for start in moved if start is not None], state.pending + 1)
+        return self.number(state.rules, word, starts), ops
 
-    def move_first(self, state: State, klass: int) -> Start:
-        """Return what becomes of the first start alone."""
+    def move_first(self, state: State, klass: int) -> Start | None:
+        """Return what becomes of the first start alone; None when it is gone."""
         ends = state.after_word and not self.dfa.class_is_word[klass]
-        return self._move(state.starts[0], len(state.starts), klass, ends=ends)
+        return self._move(state.starts[0], klass, ends=ends)
 
-    def _move(self, start: Start, length: int, klass: int, *, ends: bool) -> Start:
+    def _move(self, start: Start, klass: int, *, ends: bool) -> Start | None:
         """Move one start by one byte; ``ends`` says that a word ends before it."""
-        node, found = start
+        length, node, found = start
         if node == DEAD:
-            return start
+            return None if found is None else (length + 1, DEAD, found)
         dfa = self.dfa
         if ends and (rule := dfa.accept_at_boundary[node]) is not None:
             found = longer(found, (length, rule))
         node = dfa.moves(node).get(klass, DEAD)
-        word = dfa.class_is_word[klass]
         if node != DEAD:
+            word = dfa.class_is_word[klass]
             for rule in (dfa.accept[node], None if word else dfa.accept_at_boundary[node]):
                 if rule is not None:
                     found = longer(found, (length + 1, rule))
-        return (node if dfa.grows(node, after_word=word) else DEAD), found
+            if not dfa.grows(node, after_word=word):
+                node = DEAD
+        return None if node == DEAD and found is None else (length + 1, node, found)
 
     # Decisions
 
-    def settle(self, starts: list[Start]) -> tuple[tuple[Start, ...], list[Op]]:
-        """Decide from the left whatever nothing can change any more."""
+    def settle(self, starts: list[Start], pending: int) -> tuple[tuple[Start, ...], list[Op]]:
+        """Decide from the left whatever nothing can change any more of ``pending`` bytes."""
         ops: list[Op] = []
-        while starts:
-            node, found = starts[0]
-            if node != DEAD:
+        at = 0
+        while pending:
+            length, node, found = starts[at] if at < len(starts) else (0, DEAD, None)
+            if length < pending:
+                ops.append((COPY, pending - length))
+                pending = length
+            elif node != DEAD or found is None:
                 break
-            if found is None:
-                dead = next((i for i, start in enumerate(starts) if start != DEAD_START), len(starts))
-                ops.append((COPY, dead))
-                del starts[:dead]
-                continue
-            length, rule = found
-            ops += self.rules[rule].operations(length)
-            del starts[:length]
-        if starts and (found := starts[0][1]) is not None:
+            else:
+                size, rule = found
+                ops += self.rules[rule].operations(size)
+                pending -= size
+                while at < len(starts) and starts[at][0] > pending:
+                    at += 1
+        if not pending:
+            return (), ops
+        first, *others = starts[at:]
+        if first[2] is not None:
             # What begins inside the first start's match cannot win any more.
-            for index in range(1, min(found[0], len(starts))):
-                starts[index] = DEAD_START
-        return tuple(starts), ops
+            left = pending - first[2][0]
+            others = [start for start in others if start[0] <= left]
+        return (first, *others), ops
+
+    def settle_first(self, state: State) -> tuple[tuple[Start, ...], list[Op]]:
+        """Decide what can be decided when the first start goes on no more."""
+        pending, _, found = state.starts[0]
+        ended: list[Start] = [] if found is None else [(pending, DEAD, found)]
+        return self.settle([*ended, *state.starts[1:]], pending)
 
     def settle_end(self, state: State, *, word_follows: bool) -> list[Op]:
         """Return what decides everything when the text, or what these rules see of it, ends in ``state``."""
-        count = len(state.starts)
         ended: list[Start] = []
-        for index, (node, found) in enumerate(state.starts):
-            ends = node != DEAD and state.after_word and not word_follows
-            rule = self.dfa.accept_at_boundary[node] if ends else None
-            ended.append((DEAD, found if rule is None else longer(found, (count - index, rule))))
-        return self.settle(ended)[1]
+        for length, node, found in state.starts:
+            if node != DEAD and state.after_word and not word_follows:
+                rule = self.dfa.accept_at_boundary[node]
+                found = found if rule is None else longer(found, (length, rule))
+            if found is not None:
+                ended.append((length, DEAD, found))
+        return self.settle(ended, state.pending)[1]
 
 
 def longer(found: Match | None, match: Match) -> Match:

@@ -8,12 +8,13 @@ looked at one by one, and there, too, the failure state mostly knows what become
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ralbuild.contract.bundle import Rule
 from ralbuild.contract.transducer_table import (
     COPY,
     DROP,
@@ -31,7 +32,7 @@ from ralbuild.fold.modes import MarkerTable, Mode, build_markers, expand_modes
 from ralbuild.fold.patterns import DEAD
 from ralbuild.fold.redactions import RedactionTable, build_redactions
 from ralbuild.fold.rules import Op, ProfileRules
-from ralbuild.fold.states import DEAD_START, STATE_BUDGET, RuleStates, Start, State, longer
+from ralbuild.fold.states import STATE_BUDGET, RuleStates, State, longer
 from ralbuild.fold.unicode import word_table
 
 UNFINISHED = 3
@@ -40,10 +41,10 @@ UNFINISHED = 3
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A state's row by symbol class: the next state, and which of ``programs`` to run."""
+    """A state's row by symbol class: the next state, and which of ``programs`` (all different) to run."""
 
-    targets: list[int]
-    which: list[int]
+    targets: npt.NDArray[np.int32]
+    which: npt.NDArray[np.intp]
     programs: list[int]
 
 
@@ -65,17 +66,22 @@ class TransducerSize:
 
 
 class TransducerBuilder:
-    """Builds one table for all profiles; each profile is a first mode."""
+    """Builds one table for all profiles; each profile is a first mode.
 
-    def __init__(self, profiles: tuple[ProfileRules, ...]) -> None:
+    Args:
+        profiles: what holds together.
+        rules: all rules by their ids, for messages.
+    """
+
+    def __init__(self, profiles: tuple[ProfileRules, ...], rules: Sequence[Rule] = ()) -> None:
         self.profiles = profiles
         self.modes, self.starts = expand_modes(profiles)
         self.sets = tuple(dict.fromkeys(mode.texts for mode in self.modes if not mode.dropped))
         self.dropping = len(self.sets)  # the state that forgets everything belongs to no set
         self.reader = RuleStates(self.sets)
-        self.names = [rule.shown for rule in self.reader.rules]
-        self.budget = Budget()
-        self.ends_word = [k for k, word in enumerate(self.reader.dfa.class_is_word) if not word]
+        self.budget = Budget(rules)
+        self.names = [self.budget.name(rule) for rule in self.reader.rules]
+        self.ends_word = ~np.array(self.reader.dfa.class_is_word)
         self.programs: list[tuple[Op, ...]] = []
         self._copies: list[bool] = []
         """Per program: it only copies."""
@@ -103,16 +109,15 @@ class TransducerBuilder:
             self._copies.append(all(kind == COPY for kind, _ in key))
         return number
 
-    def _join(self, prefix: tuple[Op, ...], programs: Iterable[int]) -> list[int]:
-        """Return the programs that do ``prefix`` first."""
-        if not prefix:
-            return list(programs)
-        known = self._joined.setdefault(prefix, {})
+    def _join(self, prefix: Iterable[Op], programs: Iterable[int]) -> list[int]:
+        """Return the programs that do ``prefix`` first; different ones stay different."""
+        ops = tuple(prefix)
+        known = self._joined.setdefault(ops, {})
         out = []
         for program in programs:
             number = known.get(program)
             if number is None:
-                number = known[program] = self._program((*prefix, *self.programs[program]))
+                number = known[program] = self._program((*ops, *self.programs[program]))
             out.append(number)
         return out
 
@@ -136,33 +141,29 @@ class TransducerBuilder:
 
     def _same_everywhere(self, target: int, program: int) -> Row:
         classes = self.reader.dfa.classes
-        return Row([target] * classes, [0] * classes, [program])
+        return Row(np.full(classes, target, np.int32), np.zeros(classes, np.intp), [program])
 
     def _row_from_failure(self, state: State) -> Row:
         """Return a row whose first start, where it dies, leaves what it has matched so far."""
         reader, dfa = self.reader, self.reader.dfa
-        node, found = state.starts[0]
-        rest, ops = reader.settle([(DEAD, found), *state.starts[1:]])
+        pending, node, found = state.starts[0]
+        rest, ops = reader.settle_first(state)
         failure = self.row(reader.number(state.rules, state.after_word, rest))
-        row = self._behind(tuple(ops), failure)
+        row = Row(failure.targets.copy(), failure.which.copy(), self._join(ops, failure.programs))
         rule = dfa.accept_at_boundary[node] if state.after_word else None
         if rule is not None:
-            rule = longer(found, (len(state.starts), rule))[1]  # another may match the same
+            rule = longer(found, (pending, rule))[1]  # another may match the same
             self._put_word_end(row, state, rule)
         plain = found is None and all(kind == COPY for kind, _ in ops)
         return self._with_entries(row, state, dfa.moves(node), failure if plain else None)
 
-    def _behind(self, prefix: tuple[Op, ...], row: Row) -> Row:
-        return Row(row.targets.copy(), row.which.copy(), self._join(prefix, row.programs))
-
     def _put_word_end(self, row: Row, state: State, rule: int) -> None:
         """Put in the entries on which a word ends, and all that is pending is the match of ``rule``."""
         empty = self.row(self.reader.number(state.rules, True, ()))
-        match = self._behind(self.reader.rules[rule].operations(len(state.starts)), empty)
-        for klass in self.ends_word:
-            row.targets[klass] = match.targets[klass]
-            row.which[klass] = match.which[klass] + len(row.programs)
-        row.programs.extend(match.programs)
+        match = self._join(self.reader.rules[rule].operations(state.pending), empty.programs)
+        place = np.array([_place(row.programs, program) for program in match])
+        np.copyto(row.targets, empty.targets, where=self.ends_word)
+        np.copyto(row.which, place[empty.which], where=self.ends_word)
 
     def _with_entries(
         self, row: Row, state: State, classes: Iterable[int], failure: Row | None = None
@@ -172,10 +173,13 @@ class TransducerBuilder:
             entry = self._grown(state, klass, failure) if failure else None
             target, ops = entry or self.reader.read(state, klass)
             row.targets[klass] = target
-            row.which[klass] = len(row.programs)
-            row.programs.append(self._program(ops))
-        used = {old: new for new, old in enumerate(dict.fromkeys(row.which))}
-        return Row(row.targets, [used[old] for old in row.which], [row.programs[old] for old in used])
+            row.which[klass] = _place(row.programs, self._program(ops))
+        used = sorted(set(row.which.tolist()))
+        if len(used) == len(row.programs):
+            return row
+        new = np.zeros(len(row.programs), np.intp)
+        new[used] = np.arange(len(used))
+        return Row(row.targets, new[row.which], [row.programs[place] for place in used])
 
     def _grown(self, state: State, klass: int, failure: Row) -> tuple[int, list[Op]] | None:
         """Return an entry made of the first start's move and the failure state's entry for the others.
@@ -186,16 +190,12 @@ class TransducerBuilder:
         if not self._copies[failure.programs[failure.which[klass]]]:
             return None
         others = reader.states[failure.targets[klass]].starts
-        if any(found is not None for _, found in others):
+        if any(start[2] for start in others):
             return None
-        count = len(state.starts)
         first = reader.move_first(state, klass)
-        if first[0] == DEAD:
+        if first is None or first[1] == DEAD:
             return None
-        starts: tuple[Start, ...] = (first, *(DEAD_START,) * (count - len(others)), *others)
-        ops: list[Op] = []
-        if first[1] is not None:
-            starts, ops = reader.settle(list(starts))
+        starts, ops = reader.settle([first, *others], first[0])
         return reader.number(state.rules, reader.dfa.class_is_word[klass], starts), ops
 
     # The table
@@ -226,10 +226,10 @@ class TransducerBuilder:
         while len(rows) < len(order):
             row = self.row(order[len(rows)])
             rows.append(row)
-            for target in dict.fromkeys(row.targets):
-                if target not in seen:
-                    seen.add(target)
-                    order.append(target)
+            targets = row.targets.tolist()
+            if new := set(targets) - seen:
+                seen |= new
+                order += [target for target in dict.fromkeys(targets) if target in new]
             self.budget.check(self.reader.dfa, self.names, states=len(order), most=STATE_BUDGET)
             if len(self.reader.states) > STATE_BUDGET or len(self.programs) >= 1 << 20:
                 raise self._over_budget()
@@ -249,7 +249,9 @@ class TransducerBuilder:
             [[self._final(state, word_follows=follows) for follows in (False, True)] for state in states]
         )
         ends = [self._end_program(mode) for mode in self.modes]
-        run = np.array([[row.programs[place] for place in row.which] for row in rows])
+        offsets = np.cumsum([0, *(len(row.programs) for row in rows[:-1])])
+        every = np.array([program for row in rows for program in row.programs])
+        run = every[np.stack([row.which for row in rows]) + offsets[:, None]]
         # Programs are renumbered in order of first use; some served only as prefixes.
         used = self._used(
             run.ravel(), finals.ravel(), np.array([end for end in ends if end is not None], int)
@@ -258,7 +260,7 @@ class TransducerBuilder:
         new[used] = np.arange(len(used))
         numbers = np.zeros(len(reader.states), np.int64)
         numbers[order] = np.arange(len(order))
-        targets = numbers[np.array([row.targets for row in rows])]
+        targets = numbers[np.stack([row.targets for row in rows])]
         strings: dict[bytes, int] = {}
         programs = [
             [
@@ -281,7 +283,7 @@ class TransducerBuilder:
             for index, mode in enumerate(self.modes)
             for redact, row in [redactions.starts[index] or (NONE, 0)]
         )
-        held = max(len(state.starts) for state in states)
+        held = max(state.pending for state in states)
         longest = held + redactions.longest + max(0, markers.longest - 1) + UNFINISHED
         trans = (targets | new[run] << STATE_BITS).astype("<u4")
         data = write_transducer(
@@ -319,6 +321,13 @@ class TransducerBuilder:
         if not profile.append:
             return None
         return self._program([(EMIT, profile.append), (EVENT, profile.append_id)])
+
+
+def _place(programs: list[int], program: int) -> int:
+    """Return where ``program`` stands in a row's programs, at their end when it is new."""
+    if program not in programs:
+        programs.append(program)
+    return programs.index(program)
 
 
 def _or_none(value: int | None) -> int:

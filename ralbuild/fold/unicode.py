@@ -5,6 +5,8 @@ from __future__ import annotations
 import unicodedata
 from functools import cache
 
+import numpy as np
+
 from ralbuild.contract.words import PAGE_BYTES, PAGES
 
 _NO_SPACE_BLOCKS = (
@@ -16,8 +18,6 @@ _NO_SPACE_BLOCKS = (
 """Thai, Lao, Myanmar, Khmer, kana, Bopomofo, Han, Yi, Tangut, Nushu: no spaces between words."""
 _LETTERS = ((0, 0x1FFFF), (0xE0000, 0xE01FF))
 """Where word characters are, apart from the blocks above."""
-_FLAGS = bytes(ord("1" if chr(byte) in "LMN" else "0") for byte in range(256))
-"""From the first letter of a general category to whether its characters belong to words."""
 
 
 def is_word(char: str) -> bool:
@@ -36,18 +36,17 @@ def is_word(char: str) -> bool:
 @cache
 def word_table() -> tuple[bytes, bytes]:
     """Return ``pages`` and ``bits`` as `ralbuild.contract.words` reads them."""
-    flags = bytearray(b"0" * (PAGES * PAGE_BYTES * 8))
+    word = np.zeros(8 * PAGES * PAGE_BYTES, bool)
     for first, last in _LETTERS:
-        kinds = "".join(map(unicodedata.category, map(chr, range(first, last + 1))))[::2]
-        flags[first : last + 1] = kinds.encode().translate(_FLAGS)
-    flags[ord("_")] = ord("1")
+        categories = map(unicodedata.category, map(chr, range(first, last + 1)))
+        majors = np.frombuffer("".join(categories).encode(), np.uint8)[::2]
+        word[first : last + 1] = np.isin(majors, list(b"LMN"))
+    word[ord("_")] = True
     for first, last in _NO_SPACE_BLOCKS:
-        count = min(last, _LETTERS[0][1]) + 1 - first
-        if count > 0:
-            flags[first : first + count] = b"0" * count
-    bits = int(flags[::-1], 2).to_bytes(PAGES * PAGE_BYTES, "little")
+        word[first : last + 1] = False
+    bits = np.packbits(word, bitorder="little").tobytes()
     numbers: dict[bytes, int] = {}
     pages = bytearray()
     for page in range(PAGES):
-        pages.append(numbers.setdefault(bytes(bits[page * 32 : page * 32 + 32]), len(numbers)))
+        pages.append(numbers.setdefault(bits[page * PAGE_BYTES : (page + 1) * PAGE_BYTES], len(numbers)))
     return bytes(pages), b"".join(numbers)
