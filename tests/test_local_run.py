@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 from base_sources import FACTS, Quiet, make_small_tree, small_sources
 
+from ralbuild.cli.main import main
 from ralbuild.contract.places import USER_ID
 from ralbuild.digests import DigestCache
 from ralbuild.errors import HostError, ImageError
+from ralbuild.image import local_run
 from ralbuild.image.assemble import assemble_image
 from ralbuild.image.base.layers import plan_base
 from ralbuild.image.layout import write_layout
@@ -46,6 +48,12 @@ def attempt(path):
     except OSError as error:
         return type(error).__name__ + " " + str(error.errno)
 
+def look(path):
+    if not path:
+        return None
+    with open(path) as file:
+        return [file.read(), attempt(os.path.dirname(path) + "/y"), sorted(os.listdir(os.path.dirname(path)))]
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/crash":
@@ -62,6 +70,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "write_root": attempt("/etc/ral-test"), "write_app": attempt(root + "/opt/ral/app/x"),
             "write_tmp": attempt(os.environ["HOME"] + "/x"),
             "root": sorted(os.listdir("/")), "tmp": os.listdir("/tmp"), "dev": sorted(os.listdir("/dev")),
+            "folder": look(os.environ.get("LOOK", "")),
             "random": len(open("/dev/urandom", "rb").read(8)),
         }
         data = json.dumps(facts).encode()
@@ -138,11 +147,11 @@ def ask(port: int, path: str = "/", process: subprocess.Popen[bytes] | None = No
 
 @contextlib.contextmanager
 def running(
-    tree: Path, config: dict[str, Any], mode: Mode, log: Path
+    tree: Path, config: dict[str, Any], mode: Mode, log: Path, **more: Any
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     port = free_port()
     with log.open("wb") as output:
-        process = run_tree(tree, config, port, Quiet(), mode=mode, output=output)
+        process = run_tree(tree, config, port, Quiet(), mode=mode, output=output, **more)
         try:
             yield process, port
         finally:
@@ -188,6 +197,27 @@ def test_in_a_namespace_it_sees_the_image_and_nothing_else(
     assert facts["random"] == 8
     assert {"null", "zero", "urandom", "shm"} <= set(facts["dev"])
     assert not {"sda", "vda", "mem", "kmsg", "mapper"} & set(facts["dev"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_folder_is_seen_where_a_variable_says_and_follows_a_file_that_is_replaced(
+    mode: Mode, tree: Path, config: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "my rules"
+    folder.mkdir()
+    for place in (tmp_path.parent, tmp_path, folder):
+        place.chmod(0o755)  # the program is another user when root starts it
+    (folder / "file").write_text("first")
+    given = {"folders": {"/run/ral/x": folder}, "env": {"LOOK": "/run/ral/x/file"}}
+    with running(tree, config, mode, tmp_path / "log", **given) as (process, port):
+        seen = ask(port, process=process)["folder"]
+        (folder / "next").write_text("second")
+        (folder / "next").rename(folder / "file")
+        later = ask(port, process=process)
+    assert (seen[0], later["folder"][0]) == ("first", "second")
+    if mode == "namespace":
+        assert later["env"]["LOOK"] == "/run/ral/x/file"
+        assert seen[1:] == ["OSError 30", ["file"]]  # EROFS
 
 
 def test_in_a_namespace_it_writes_to_tmp_alone(tree: Path, config: dict[str, Any], tmp_path: Path) -> None:
@@ -452,3 +482,27 @@ def test_a_cache_that_cannot_be_written_is_an_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(HostError):
         prepare_tree(layout, Quiet())
+
+
+def test_run_hands_the_rules_of_the_serving_side_to_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(local_run, "run_image", lambda *_, **named: given.update(named) or 0)
+    base = ["run", "oci:x", "--quiet"]
+    assert main([*base, "--rules-folder", str(tmp_path), "--rules-least", "7"]) == 0
+    (place,) = given["folders"]
+    assert given["folders"][place] == tmp_path
+    env = given["env"]
+    assert {Path(env[f"RAL_RUNTIME_RULES{end}"]).parent for end in ("", "_KEY")} == {Path(place)}
+    assert env["RAL_RUNTIME_RULES_LEAST"] == "7"
+    assert main(base) == 0
+    assert (given["env"], given["folders"]) == ({}, {})
+    for wrong in (
+        ["--rules-folder", str(tmp_path / "none")],
+        ["--rules-least", "7"],
+        ["--rules-least", "-1"],
+    ):
+        assert main([*base, *wrong]) == 2
+        said = capsys.readouterr().err
+        assert "is no folder" in said if wrong[0] == "--rules-folder" else "--rules-least" in said

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import kubernetes_validate
@@ -135,7 +136,7 @@ def test_sizes_come_from_the_image(tmp_path: Path) -> None:
 def test_rules_of_the_serving_side_are_mounted_as_a_folder_and_named_to_the_server(
     tmp_path: Path, strategy: str
 ) -> None:
-    folder = rendered(tmp_path, strategy, rules_map="chat-rules")
+    folder = rendered(tmp_path, strategy, rules_map="chat-rules", rules_least=20261201)
     as_builtin(folder)
     for version in VERSIONS:
         assert problems(folder, version) == ""
@@ -151,6 +152,7 @@ def test_rules_of_the_serving_side_are_mounted_as_a_folder_and_named_to_the_serv
         assert "subPath" not in mount  # a file that is mounted alone never changes
         for name in ("RAL_RUNTIME_RULES", "RAL_RUNTIME_RULES_KEY"):
             assert Path(env[name]).parent == Path(mount["mountPath"])
+        assert env["RAL_RUNTIME_RULES_LEAST"] == "20261201"
         assert {"name": "rules", "configMap": {"name": "chat-rules"}} in pod["volumes"]
 
 
@@ -188,14 +190,49 @@ def test_what_kubernetes_would_refuse_is_refused_before(changes: dict[str, str])
         render_kubernetes(Deployment(**values))
 
 
+def compose_schema() -> dict[str, Any]:
+    vendored = resources.files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+    schema: dict[str, Any] = json.loads(vendored.read_text())
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [("rules", "./rules"), ("/srv/a $b: #c", "/srv/a $$b: #c"), ("../x", "../x"), ("./y", "./y")],
+)
+def test_compose_mounts_rules_of_the_serving_side_for_both_colours(folder: str, source: str) -> None:
+    settings = default_settings()
+    files = render_compose("chat", IMAGE, PROBE, LABELS, settings, 0, rules_folder=folder, rules_least=7)
+    text = next(file.data for file in files if file.path == "compose.yaml").decode()
+    project = yaml.safe_load(text)
+    jsonschema.validate(project, compose_schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(
+            yaml.safe_load(text.replace("read_only: true\n        bind", "readonly: x\n        bind")),
+            compose_schema(),
+        )
+    for colour in ("blue", "green"):
+        server = project["services"][colour]
+        (volume,) = server["volumes"]
+        assert (volume["type"], volume["source"], volume["read_only"]) == ("bind", source, True)
+        env = server["environment"]
+        for name in ("RAL_RUNTIME_RULES", "RAL_RUNTIME_RULES_KEY"):
+            assert Path(env[name]).parent == Path(volume["target"])
+        assert env["RAL_RUNTIME_RULES_LEAST"] == "7"
+    assert "volumes" not in next(
+        yaml.safe_load(file.data)["services"]["blue"]
+        for file in render_compose("chat", IMAGE, PROBE, LABELS, settings, 0)
+        if file.path == "compose.yaml"
+    )
+
+
 def test_compose_passes_its_schema_and_a_planted_fault_does_not(tmp_path: Path) -> None:
     files = render_compose("chat", IMAGE, PROBE, LABELS, default_settings(), 1)
     text = next(file.data for file in files if file.path == "compose.yaml").decode()
     assert {"proxy/haproxy.cfg", "proxy/park.lua", "proxy/503.http", "proxy/state.map"} <= {
         f.path for f in files
     }
-    vendored = resources.files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
-    schema = json.loads(vendored.read_text())
+    schema = compose_schema()
     jsonschema.validate(yaml.safe_load(text), schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(yaml.safe_load(text.replace("cap_drop", "cap_dorp")), schema)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -16,8 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_fixtures import Rules, ThreadWorker, make_image, make_tokenizer
 
+from ralbuild.runtime import service as serving
 from ralbuild.runtime import supervisor as supervising
 from ralbuild.runtime.app import Api
+from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.exposition import ServerMetrics
 from ralbuild.runtime.lifecycle import Lifecycle
 from ralbuild.runtime.metrics import Metrics
@@ -30,6 +33,7 @@ from ralbuild.runtime.settings import PREPARE_THREADS, Settings
 from ralbuild.runtime.steps import read_tables
 from ralbuild.runtime.supervisor import Supervisor
 from ralbuild.runtime.tokens import Tokenizer
+from ralbuild.runtime.worker import Desk
 
 T = TypeVar("T")
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -58,7 +62,7 @@ def on_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     root = tmp_path_factory.mktemp("hostile")
     (root / "model").mkdir()
     make_tokenizer(root / "model")
@@ -74,9 +78,13 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     tables = read_tables(checked.bundle, checked.objects)
     prompts = Prompts(checked.bundle, tables, Tokenizer(checked.files["tokenizer.json"]), template, metrics)
     engine: Any = InstantEngine()
-    worker: Any = ThreadWorker(
-        Service(checked.bundle, tables.routes, checked.digest, prompts, engine, metrics)
-    )
+    yield Service(checked.bundle, tables.routes, checked.digest, prompts, engine, metrics)
+    template.close()
+
+
+@pytest.fixture(scope="module")
+def api(service: Service) -> Iterator[Api]:
+    worker: Any = ThreadWorker(service)
     thread = threading.Thread(target=LOOP.run_forever)
     thread.start()
     lifecycle, server_metrics = Lifecycle(), ServerMetrics()
@@ -91,7 +99,6 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     LOOP.call_soon_threadsafe(supervisor.close)
     LOOP.call_soon_threadsafe(LOOP.stop)
     thread.join()
-    template.close()
 
 
 async def call(
@@ -273,3 +280,50 @@ def test_preparation_is_bounded_and_a_hang_up_frees_its_place(
 
     assert on_loop(scenario()) == [499] * 4
     assert len(begun) == PREPARE_THREADS + 1
+
+
+def test_while_rules_are_built_only_what_is_asked_of_them_waits(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than threads wait; one that was asked before, one that goes away and a scrape do not."""
+    go_on = threading.Event()
+    said: queue.Queue[tuple[Any, ...]] = queue.Queue()
+
+    class RefusesAll:
+        def admit(self, *_: Any, **__: Any) -> None:
+            raise ApiError(400, "content_refused", "no")
+
+    def build(*_: Any) -> RefusesAll:
+        assert go_on.wait(30)
+        said.put(("built",))
+        return RefusesAll()
+
+    def say(message: dict[str, Any]) -> None:
+        told = message["error"]["code"] if "error" in message else message["say"]
+        said.put((told, message.get("job")))
+
+    monkeypatch.setattr(serving, "read_rule_set", build)
+    desk = Desk(service, say)
+    waiting = range(2, 2 + PREPARE_THREADS + 2)  # those beyond the threads stand in a queue
+
+    def ask(number: int) -> None:
+        fields = {"do": "ask", "job": number, "id": "x", "chat": True, "route": None, "length": None}
+        desk.handle(fields, json.dumps(CHAT).encode())
+
+    def listen() -> None:
+        ask(1)
+        desk.handle({"do": "rules"}, b"")
+        for number in waiting:
+            ask(number)
+        desk.handle({"do": "cancel", "job": waiting[-1]}, b"")
+        desk.handle({"do": "series"}, b"")
+
+    listening = threading.Thread(target=listen)
+    listening.start()
+    first = {said.get(timeout=20) for _ in range(3)}
+    assert first == {("accepted", 1), ("piece", 1), ("series", None)}
+    go_on.set()
+    listening.join()
+    assert said.get(timeout=20) == ("built",)
+    refused = {said.get(timeout=20) for _ in waiting[:-1]}
+    assert refused == {("content_refused", number) for number in waiting[:-1]}

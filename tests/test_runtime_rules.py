@@ -190,9 +190,21 @@ def published(tmp_path: Path, keys: Path) -> Callable[..., None]:
 class TestFile:
     """One server's view of the file, without a server."""
 
-    def rules(self, tmp_path: Path, keys: Path) -> tuple[RuleFile, CollectorRegistry]:
+    def rules(self, tmp_path: Path, keys: Path, least: int = 0) -> tuple[RuleFile, CollectorRegistry]:
         registry = CollectorRegistry()
-        return RuleFile(tmp_path / "rules.json", keys / "sign.pub", RuntimeRuleMetrics(registry)), registry
+        metrics = RuntimeRuleMetrics(registry)
+        return RuleFile(tmp_path / "rules.json", keys / "sign.pub", metrics, least), registry
+
+    def test_a_server_starts_with_no_older_file_than_whoever_starts_it_says(
+        self, tmp_path: Path, keys: Path, published: Callable[..., None]
+    ) -> None:
+        published("serial: 6\n")
+        for least in (0, 6):
+            rules, _ = self.rules(tmp_path, keys, least)
+            assert (rules.info()["serial"], rules.info()["least_serial"]) == (6, least)
+        with pytest.raises(RuntimeRulesError, match="serial 6; RAL_RUNTIME_RULES_LEAST is 7") as caught:
+            self.rules(tmp_path, keys, 7)
+        assert caught.value.exit_code == 87
 
     def test_a_file_that_may_not_come_into_force_changes_nothing(
         self, tmp_path: Path, keys: Path, published: Callable[..., None]
@@ -433,3 +445,8 @@ def test_a_server_whose_file_is_wrong_ends_with_its_own_status(
     code, log = refused(image, env)
     assert code == 84
     assert "RAL_RUNTIME_RULES_KEY: is missing" in log
+    published("serial: 1\n")
+    old = {"RAL_RUNTIME_RULES_KEY": str(keys / "sign.pub"), "RAL_RUNTIME_RULES_LEAST": "2"}
+    code, log = refused(image, env | old)
+    assert code == 87
+    assert "RAL_RUNTIME_RULES_LEAST is 2" in log

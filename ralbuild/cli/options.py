@@ -181,6 +181,26 @@ def add_rules_options(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("--rules-key", type=Path, metavar="PUB", help="public key that must have signed it")
 
 
+def add_rules_folder_options(parser: argparse._ActionsContainer) -> None:
+    """Add where a server finds rules of the serving side, and how old they may be."""
+    parser.add_argument(
+        "--rules-folder", default="", metavar="DIR", help="rules.json and key.pem of the serving side"
+    )
+    parser.add_argument(
+        "--rules-least", type=int, default=0, metavar="SERIAL", help="start with no older rules; default: 0"
+    )
+
+
+def least_serial(options: argparse.Namespace) -> int:
+    """Return --rules-least; raises UsageError for what is no serial, or without rules."""
+    least: int = options.rules_least
+    if not 0 <= least < 1 << 53:
+        raise UsageError(f"needs 0 to {(1 << 53) - 1}, found {least}", place="--rules-least")
+    if least and not (options.rules_folder or getattr(options, "rules_configmap", "")):
+        raise UsageError("is for rules of the serving side, and there are none", place="--rules-least")
+    return least
+
+
 def signed_rules(options: argparse.Namespace) -> Checked | None:
     """Return the file that the options name, when its signature holds; None when they name none."""
     if (options.runtime_rules is None) != (options.rules_key is None):

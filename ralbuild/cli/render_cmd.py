@@ -10,9 +10,11 @@ from ralbuild.cli.options import (
     add_base_option,
     add_build_options,
     add_report_options,
+    add_rules_folder_options,
     build_request,
     chosen_base,
     chosen_report,
+    least_serial,
 )
 from ralbuild.errors import HostError, ImageError, UsageError
 
@@ -57,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--rules-configmap", default="", metavar="NAME", help="ConfigMap with rules.json and key.pem"
     )
+    add_rules_folder_options(what)
     what.add_argument("--proxy-image", default="", metavar="NAME@sha256:DIGEST", help="HAProxy, for Compose")
     what.add_argument(
         "--prepull", type=int, default=0, metavar="NODES", help="bring the image to so many nodes first"
@@ -105,6 +108,7 @@ def _kubernetes(options: argparse.Namespace) -> list[RenderedFile]:
             _weights_image(options, labels),
             _count(options.prepull, "--prepull", 0),
             options.rules_configmap,
+            least_serial(options),
         )
     )
 
@@ -129,7 +133,16 @@ def _compose(options: argparse.Namespace) -> list[RenderedFile]:
 
     settings = default_settings(drain_seconds=_count(options.drain, "--drain", 0))
     gpus = _count(options.gpus, "--gpus", 0)
-    return render_compose(options.name, options.image, options.proxy_image, _labels(options), settings, gpus)
+    return render_compose(
+        options.name,
+        options.image,
+        options.proxy_image,
+        _labels(options),
+        settings,
+        gpus,
+        rules_folder=options.rules_folder,
+        rules_least=least_serial(options),
+    )
 
 
 def _pipeline(options: argparse.Namespace) -> list[RenderedFile]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ralbuild.cli.options import add_report_options, chosen_report
+from ralbuild.cli.options import add_report_options, add_rules_folder_options, chosen_report, least_serial
 from ralbuild.errors import UsageError
 
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="user namespace, or the image's own loader where the host forbids one",
     )
+    add_rules_folder_options(parser)
     add_report_options(parser)
 
 
@@ -32,7 +33,27 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"needs a port from 1 to 65535, found {options.port}", place="--port")
     if not options.image.startswith("oci:"):
         raise UsageError(f"needs oci:DIR, found {options.image!r}", hint="ralbuild run oci:./ral-image")
-    layout = Path(options.image.removeprefix("oci:"))
+    env, folders = _rules(options)
     return run_image(
-        layout, options.port, chosen_report(options), host=options.host, mode=options.mode, name=options.tag
+        Path(options.image.removeprefix("oci:")),
+        options.port,
+        chosen_report(options),
+        host=options.host,
+        mode=options.mode,
+        name=options.tag,
+        folders=folders,
+        env=env,
     )
+
+
+def _rules(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, Path]]:
+    """Return the variables and the folder of the serving side's rules; the server checks the files."""
+    least = least_serial(options)
+    if not options.rules_folder:
+        return {}, {}
+    folder = Path(options.rules_folder)
+    from ralbuild.release.runtime_rules import MOUNTED, rules_env
+
+    if not folder.is_dir():
+        raise UsageError("is no folder", place=str(folder), hint="it holds rules.json and key.pem")
+    return rules_env(least), {MOUNTED: folder}

@@ -102,6 +102,8 @@ def run_tree(
     *,
     host: str = "127.0.0.1",
     mode: Mode = "auto",
+    folders: Mapping[str, Path] | None = None,
+    env: Mapping[str, str] | None = None,
     output: int | IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the image's entrypoint in ``tree`` and return the process to wait for and to signal.
@@ -115,6 +117,8 @@ def run_tree(
         port, host: where to listen; the program gets them as RAL_PORT and RAL_HOST.
         report: told which mode is used, and why.
         mode: ``auto`` takes ``namespace`` where this machine allows it, else ``direct``.
+        folders: folders of this machine that the program may read, by their place under /run.
+        env: more variables for the program; what lies in ``folders`` is named by its place.
         output: for the program's standard output and error; None inherits ours.
 
     Raises:
@@ -128,13 +132,23 @@ def run_tree(
             f"this machine does not allow it: {reason}", place="namespace", hint="use --mode direct"
         )
     chosen = "direct" if mode == "direct" or reason else "namespace"
-    job = jobs[chosen](tree, image_config, {"RAL_PORT": str(port), "RAL_HOST": host})
+    extra = {**(env or {}), "RAL_PORT": str(port), "RAL_HOST": host}
+    shown = {place: str(folder.resolve()) for place, folder in (folders or {}).items()}
+    job = jobs[chosen](tree, image_config, extra, shown)
     report.note(_describe(chosen, reason))
     return _start(job, output)
 
 
 def run_image(
-    layout: Path, port: int, report: Report, *, host: str = "127.0.0.1", mode: Mode = "auto", name: str = ""
+    layout: Path,
+    port: int,
+    report: Report,
+    *,
+    host: str = "127.0.0.1",
+    mode: Mode = "auto",
+    name: str = "",
+    folders: Mapping[str, Path] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> int:
     """Run an image until it ends; signals go to it. Return its exit status (128 and the signal's number).
 
@@ -150,7 +164,7 @@ def run_image(
         )
     report.step("unpacking the image")
     tree = prepare_tree(layout, report, name)
-    process = run_tree(tree, config, port, report, host=host, mode=mode)
+    process = run_tree(tree, config, port, report, host=host, mode=mode, folders=folders, env=env)
 
     def forward(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)
@@ -193,29 +207,43 @@ def _environment(image_config: Mapping[str, Any], extra: Mapping[str, str]) -> d
     return {**{name: value for name, _, value in pairs}, **extra}
 
 
-def _inside_job(tree: Path, image_config: Mapping[str, Any], extra: Mapping[str, str]) -> Job:
+def _inside_job(
+    tree: Path, image_config: Mapping[str, Any], extra: Mapping[str, str], folders: dict[str, str]
+) -> Job:
     argv, env = _program(image_config), _environment(image_config, extra)
-    folders = [""] if "/" in argv[0] else env.get("PATH", "/usr/bin").split(":")
-    candidates = [f"{folder}/{argv[0]}" if folder else argv[0] for folder in folders]
+    path = [""] if "/" in argv[0] else env.get("PATH", "/usr/bin").split(":")
+    candidates = [f"{folder}/{argv[0]}" if folder else argv[0] for folder in path]
     found = next((name for name in candidates if inside(tree, name).is_file()), None)
     if found is None:
         raise ImageError(f"the image has no program {argv[0]}", place=str(tree))
     cwd = str(image_config.get("WorkingDir") or "/")
-    return Job("namespace", str(tree), [found, *argv[1:]], env, cwd, USER_ID, probe=False)
+    return Job("namespace", str(tree), [found, *argv[1:]], env, cwd, USER_ID, probe=False, folders=folders)
 
 
-def _direct_job(tree: Path, image_config: Mapping[str, Any], extra: Mapping[str, str]) -> Job:
+def _direct_job(
+    tree: Path, image_config: Mapping[str, Any], extra: Mapping[str, str], folders: dict[str, str]
+) -> Job:
     argv = _program(image_config)
     if argv[0] == ENTRYPOINT:
         argv = [*_RUNTIME, *argv[1:]]
     if inside(tree, argv[0]) != inside(tree, PYTHON):
         raise ImageError(f"only Python can be started without a namespace, the image starts {argv[0]}")
-    env = _environment(image_config, {**extra, "RAL_ROOT": str(tree), "PYTHONHOME": python_home(tree)})
+    seen = {name: _where_it_is(value, folders) for name, value in extra.items()}
+    env = _environment(image_config, {**seen, "RAL_ROOT": str(tree), "PYTHONHOME": python_home(tree)})
     for name in _PATH_VARIABLES:
         if name in env:
             env[name] = ":".join(_outside(tree, item) for item in env[name].split(":"))
     arguments = [_outside(tree, item) if inside(tree, item).exists() else item for item in argv[1:]]
-    return Job("direct", str(tree), [*python_command(tree), *arguments], env, "/tmp", USER_ID, probe=False)  # noqa: S108
+    argv = [*python_command(tree), *arguments]
+    return Job("direct", str(tree), argv, env, "/tmp", USER_ID, probe=False, folders={})  # noqa: S108
+
+
+def _where_it_is(text: str, folders: dict[str, str]) -> str:
+    """Return ``text`` with the place of a folder replaced by the folder."""
+    for place, folder in folders.items():
+        if text.startswith(f"{place}/"):
+            return folder + text.removeprefix(place)
+    return text
 
 
 def _outside(tree: Path, text: str) -> str:
@@ -225,7 +253,9 @@ def _outside(tree: Path, text: str) -> str:
 
 def _why_no_namespace(tree: Path) -> str:
     """Return why a namespace cannot be used here, or the empty string."""
-    process = _start(Job("namespace", str(tree), [], {}, "/", USER_ID, probe=True), subprocess.PIPE)
+    process = _start(
+        Job("namespace", str(tree), [], {}, "/", USER_ID, probe=True, folders={}), subprocess.PIPE
+    )
     try:
         text, _ = process.communicate(timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:

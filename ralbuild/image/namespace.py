@@ -56,6 +56,8 @@ class Job:
         argv, env, cwd: of the program, as it sees paths.
         user: user and group id inside the namespace.
         probe: set up, then leave with 0.
+        folders: folders of this machine that it may read, by their place under /run; in mode ``direct`` the
+            program sees them where they are.
     """
 
     mode: str
@@ -65,6 +67,7 @@ class Job:
     cwd: str
     user: int
     probe: bool
+    folders: dict[str, str]
 
 
 def main() -> int:
@@ -120,7 +123,7 @@ def _wait(child: int) -> int:
 def _be_first_process(job: Job, *, privileged: bool) -> int:
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        _enter(job.root)
+        _enter(job.root, job.folders)
         os.chdir(job.cwd)
         if privileged:
             os.setgroups([])
@@ -138,23 +141,34 @@ def _be_first_process(job: Job, *, privileged: bool) -> int:
     return CANNOT_START
 
 
-def _enter(root: str) -> None:
+def _enter(root: str, folders: dict[str, str]) -> None:
     """Make the tree the root of the file system, read-only, with /tmp, /dev, /proc and /sys in it."""
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     _mount(root, root, "", _MS_BIND | _MS_REC)
     _mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")  # noqa: S108
     _make_dev(f"{root}/dev")
+    if folders:
+        _mount("tmpfs", f"{root}/run", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=755")
+    for place, folder in folders.items():
+        os.makedirs(f"{root}{place}")  # noqa: PTH103
+        _mount(folder, f"{root}{place}", "", _MS_BIND)
+        _make_read_only(f"{root}{place}", _MS_NODEV | _MS_NOEXEC)
     try:
         _mount("proc", f"{root}/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     except OSError:  # some containers forbid a new one
         _mount("/proc", f"{root}/proc", "", _MS_BIND | _MS_REC)
     _mount("/sys", f"{root}/sys", "", _MS_BIND | _MS_REC)
-    _mount("none", root, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _locked_flags(root))
+    _make_read_only(root)
     os.chdir(root)
     # With both names the same the old root ends up on top of the new one, and is taken away (pivot_root(2)).
     _call("syscall", _SYS_PIVOT_ROOT, b".", b".")
     _call("umount2", b".", _MNT_DETACH)
     os.chdir("/")
+
+
+def _make_read_only(place: str, flags: int = 0) -> None:
+    kept = _locked_flags(place) | _MS_NOSUID | flags
+    _mount("none", place, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | kept)
 
 
 def _make_dev(folder: str) -> None:

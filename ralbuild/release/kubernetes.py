@@ -10,7 +10,7 @@ from typing import Any
 from ralbuild.errors import UsageError
 from ralbuild.release.preflight import host_needs_of, ready_budget
 from ralbuild.release.references import require_digest
-from ralbuild.release.runtime_rules import MOUNTED, RULES_ENV
+from ralbuild.release.runtime_rules import MOUNTED, rules_env
 from ralbuild.render import RenderedFile, render_text
 
 STRATEGIES = ("service-switch", "rollout", "recreate")
@@ -36,6 +36,7 @@ class Deployment:
         weights_image: image volume for the weights, by digest; empty when they are in ``image``.
         nodes: nodes that the image is brought to before a release; 0 writes no such job.
         rules_map: ConfigMap with ``rules.json`` and ``key.pem`` of the serving side; empty for none.
+        rules_least: smallest serial that those rules may have when a pod starts.
     """
 
     app: str
@@ -51,6 +52,7 @@ class Deployment:
     weights_image: str = ""
     nodes: int = 0
     rules_map: str = ""
+    rules_least: int = 0
 
 
 def parse_autoscale(text: str) -> tuple[int, str]:
@@ -150,7 +152,7 @@ def _values(wanted: Deployment) -> dict[str, Any]:
         "weights_image": wanted.weights_image,
         "rules_map": wanted.rules_map,
         "rules_folder": MOUNTED,
-        "rules_env": RULES_ENV if wanted.rules_map else {},
+        "rules_env": rules_env(wanted.rules_least) if wanted.rules_map else {},
     }
 
 

@@ -15,10 +15,15 @@ from ralbuild.supply.runtime_rules import Checked, open_signed
 FOLDER, RULES, KEY = "rules", "rules.json", "key.pem"
 MOUNTED = "/run/ral/rules"
 """Where containers see the folder."""
-RULES_ENV = {"RAL_RUNTIME_RULES": f"{MOUNTED}/{RULES}", "RAL_RUNTIME_RULES_KEY": f"{MOUNTED}/{KEY}"}
-"""What tells a server where they are."""
+LEAST = "RAL_RUNTIME_RULES_LEAST"
 SEEN_SECONDS = 8.0
 """A server looks at its file every second."""
+
+
+def rules_env(least: int = 0) -> dict[str, str]:
+    """Return what tells a server where the rules are, and below which serial it takes none."""
+    places = {"RAL_RUNTIME_RULES": f"{MOUNTED}/{RULES}", "RAL_RUNTIME_RULES_KEY": f"{MOUNTED}/{KEY}"}
+    return places | ({LEAST: str(least)} if least else {})
 
 
 def install(site: Site, rules: Checked, key: Path) -> None:
@@ -37,10 +42,15 @@ def install(site: Site, rules: Checked, key: Path) -> None:
 
 
 def container_settings(site: Site) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables of a container, and the folders that it gets to read by their place in it."""
+    """Return the variables of a container, and the folders that it gets to read by their place in it.
+
+    However often the container starts, it takes no older file than the one that is there now.
+    """
     if not site.settings.runtime_rules:
         return {}, {}
-    return RULES_ENV, {MOUNTED: str(site.folder / FOLDER)}
+    folder = site.folder / FOLDER
+    now = open_signed(folder / RULES, load_public_key(folder / KEY))
+    return rules_env(now.rules.serial), {MOUNTED: str(folder)}
 
 
 def publish(site: Site, path: Path) -> Checked:

@@ -108,8 +108,8 @@ def _open_rules(settings: Settings, metrics: ServerMetrics) -> RuleFile:
     from ralbuild.runtime.exposition import RuntimeRuleMetrics
     from ralbuild.runtime.rule_file import RuleFile
 
-    series = RuntimeRuleMetrics(metrics.registry)
-    return RuleFile(Path(settings.runtime_rules), Path(settings.runtime_rules_key), series)
+    file, key = Path(settings.runtime_rules), Path(settings.runtime_rules_key)
+    return RuleFile(file, key, RuntimeRuleMetrics(metrics.registry), settings.runtime_rules_least)
 
 
 def _refuse(error: StartError) -> int:

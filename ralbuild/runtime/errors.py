@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` would delay the first answer of `/health`
+    from collections.abc import Mapping
+    from typing import Any, ClassVar
 
 
 class StartError(Exception):

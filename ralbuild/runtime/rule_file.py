@@ -57,15 +57,18 @@ class RuleFile:
         path: of the file; a link is followed, so that a mounted folder may be replaced as a whole.
         key_path: PEM file of the public key; read once.
         metrics: where to count.
+        least: smallest serial that the first file may have. Nothing here outlives the process, so
+            only whoever starts it can say which files are too old.
 
     Raises:
         RuntimeRulesError: when the key cannot be read, or the file cannot come into force: a server that
             was told to have such rules does not start without them.
     """
 
-    def __init__(self, path: Path, key_path: Path, metrics: RuntimeRuleMetrics) -> None:
+    def __init__(self, path: Path, key_path: Path, metrics: RuntimeRuleMetrics, least: int = 0) -> None:
         self._path = path
         self._metrics = metrics
+        self._least = least
         self.refused = ""
         """Why the file that is there now is not in force; empty when it is."""
         try:
@@ -98,6 +101,7 @@ class RuleFile:
         return {
             "sha256": self.current.sha256,
             "serial": self.current.serial,
+            "least_serial": self._least,
             "key": self._key.name,
             "refused": self.refused or None,
             "rules": [
@@ -155,6 +159,10 @@ class RuleFile:
             if before is not None and rules.serial <= before.serial:
                 reason = f"has the serial {rules.serial}; another file with {before.serial} is in force"
                 raise _RefusedError(reason)
+            if rules.serial < self._least:
+                raise _RefusedError(
+                    f"has the serial {rules.serial}; RAL_RUNTIME_RULES_LEAST is {self._least}"
+                )
             rules.machine("runtime rules")  # a worker builds it again, and must not be the one to refuse
         except OSError as error:
             raise _RefusedError(f"cannot be read: {error.strerror}") from None

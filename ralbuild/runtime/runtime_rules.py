@@ -96,8 +96,8 @@ class RuleText:
 def read_rule_set(payload: bytes, metrics: Metrics) -> RuleSet:
     """Return the rules of a payload that the supervisor accepted; raises FormatError for any other one."""
     rules = read_payload(payload, "runtime rules")
-    counters = metrics.count_runtime_rules(rules.serial, rules.rules)
-    return RuleSet(rules.rules, rules.machine("runtime rules"), counters)
+    machine = rules.machine("runtime rules")
+    return RuleSet(rules.rules, machine, metrics.count_runtime_rules(rules.serial, rules.rules))
 
 
 def texts_of(ask: Ask) -> list[str]:

@@ -28,11 +28,7 @@ _PRIVATE_KINDS = ("ban", "redact")
 
 @dataclass(slots=True)
 class Service:
-    """The parts that one request passes through.
-
-    Attributes:
-        runtime_rules: rules of the serving side, replaced as a whole while it serves; None without.
-    """
+    """The parts that one request passes through."""
 
     bundle: Bundle
     routes: RouteTable
@@ -40,20 +36,23 @@ class Service:
     prompts: Prompts
     engine: Engine
     metrics: Metrics
-    runtime_rules: RuleSet | None = None
 
-    def apply(self, payload: bytes) -> None:
-        """Put a signed payload's rules in force, for every request that comes from now on."""
-        self.runtime_rules = read_rule_set(payload, self.metrics)
+    def build_rules(self, payload: bytes) -> RuleSet:
+        """Return the rules of a signed payload, ready to run; a large one takes seconds."""
+        return read_rule_set(payload, self.metrics)
 
-    def make_order(self, ask: Ask, route_header: str | None) -> Order:
+    def make_order(self, ask: Ask, route_header: str | None, later: RuleSet | None = None) -> Order:
         """Turn a request into tokens and limits; all refusals happen here, before any work.
+
+        Args:
+            ask: what is asked.
+            route_header: None without.
+            later: rules of the serving side, which follow the image's.
 
         Raises:
             ApiError: 404 for another model, 422 for input limits, 400 when the context is too short or a
                 rule of the serving side refuses the text.
         """
-        later = self.runtime_rules
         if later is not None:
             later.admit(texts_of(ask), logprobs=ask.logprobs is not None)
         profile = select_profile(
@@ -71,19 +70,22 @@ class Service:
         draw = self._draw(ask, profile)
         return Order(prompt, wanted, draw, profile, ask.stops, later)
 
-    def accept(self, message: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[Order]]:
+    def accept(
+        self, message: Mapping[str, Any], body: bytes, later: RuleSet | None
+    ) -> tuple[dict[str, Any], list[Order]]:
         """Check a request as it arrived; return what its answer begins with, and an order for each choice.
 
         Args:
             message: ``chat``, ``route`` and ``length`` (the headers, None without).
             body: the JSON of the request.
+            later: rules of the serving side; None without.
 
         Raises:
             ApiError: whatever can be refused, before any work.
         """
         ask = (parse_chat if message["chat"] else parse_completion)(body)
         _check_input_length(message["length"], ask)
-        order = self.make_order(ask, message["route"])
+        order = self.make_order(ask, message["route"], later)
         accepted = {
             "model": ask.model,
             "profile": self.bundle.profiles[order.profile].name,

@@ -13,6 +13,7 @@ FULL_BYTES = 2 << 30
 """Weights that are hashed by default: about a second of one processor, while torch is imported."""
 
 _MONTH = 30 * 86400  # seconds
+_SERIAL = (1 << 53) - 1
 PREPARE_THREADS = 2
 """Prompts prepared at once; they share one interpreter, so more would only delay the decode loop."""
 
@@ -35,6 +36,7 @@ class Settings:
         drain_seconds: how long running requests may take after SIGTERM.
         runtime_rules: signed file with rules of the serving side; empty for none.
         runtime_rules_key: PEM file of the key that must have signed it.
+        runtime_rules_least: smallest serial that such a file may have.
         idle_unload: seconds without a request after which memory is released; 0 is never, None is as
             the bundle says.
         keys_file: one API key a line; empty serves everybody.
@@ -53,6 +55,7 @@ class Settings:
     drain_seconds: int = 300
     runtime_rules: str = ""
     runtime_rules_key: str = ""
+    runtime_rules_least: int = 0
     idle_unload: int | None = None
     keys_file: str = ""
     admin_file: str = ""
@@ -92,6 +95,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         drain_seconds=read_number(env, "RAL_DRAIN_SECONDS", usual.drain_seconds, 86400),
         runtime_rules=rules,
         runtime_rules_key=key,
+        runtime_rules_least=read_number(env, "RAL_RUNTIME_RULES_LEAST", 0, _SERIAL),
         idle_unload=read_number(env, "RAL_IDLE_UNLOAD", 0, _MONTH) if env.get("RAL_IDLE_UNLOAD") else None,
         keys_file=env.get("RAL_API_KEYS_FILE", ""),
         admin_file=env.get("RAL_ADMIN_TOKEN_FILE", ""),

@@ -27,6 +27,7 @@ from ralbuild.runtime.wire import Frames, Message, pack, pack_error, pack_piece
 
 if TYPE_CHECKING:  # torch comes with it
     from ralbuild.runtime.engine import Generation
+    from ralbuild.runtime.runtime_rules import RuleSet
     from ralbuild.runtime.service import Service
 
 Say = Callable[[Message], None]
@@ -54,6 +55,9 @@ class Desk:
     def __init__(self, service: Service, say: Say) -> None:
         # More threads would only delay the decode loop: they share one interpreter.
         self._threads = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="prepare")
+        self._builder = ThreadPoolExecutor(1, thread_name_prefix="rules")
+        self._rules: Future[RuleSet] | None = None
+        """Rules of the serving side for what is asked from now on; they may still be built."""
         self._service = service
         self._say = say
         self._jobs: dict[int, _Job] = {}
@@ -63,14 +67,14 @@ class Desk:
         match message["do"]:
             case "ask":
                 job = self._jobs[message["job"]] = _Job(message["job"])
-                job.preparing = self._threads.submit(self._prepare, job, message, body)
+                job.preparing = self._threads.submit(self._prepare, job, message, body, self._rules)
             case "cancel":
                 self._cancel(message["job"])
             case "series":
                 self._say({"say": "series", "series": self._service.metrics.series()})
             case "rules":
-                # Here, not in a thread: what is asked after this is asked of these rules.
-                self._service.apply(body)
+                # What is asked after this waits for these rules; everything else goes on.
+                self._rules = self._builder.submit(self._service.build_rules, body)
 
     def _cancel(self, number: int) -> None:
         job = self._jobs.pop(number, None)
@@ -84,9 +88,10 @@ class Desk:
         if job.preparing is not None:
             job.preparing.cancel()
 
-    def _prepare(self, job: _Job, message: Message, body: bytes) -> None:
+    def _prepare(self, job: _Job, message: Message, body: bytes, rules: Future[RuleSet] | None) -> None:
         try:
-            self._begin(job, message, body)
+            # Waiting here holds up only what was asked later, and that would wait for the same rules.
+            self._begin(job, message, body, rules.result() if rules is not None else None)
         except ApiError as error:
             self._refuse(job, error)
         except Exception as error:
@@ -95,8 +100,8 @@ class Desk:
             reason = "the server failed to answer; its log has the reason"
             self._refuse(job, ApiError(500, "internal_error", reason))
 
-    def _begin(self, job: _Job, message: Message, body: bytes) -> None:
-        accepted, orders = self._service.accept(message, body)
+    def _begin(self, job: _Job, message: Message, body: bytes, rules: RuleSet | None) -> None:
+        accepted, orders = self._service.accept(message, body, rules)
         with job.lock:
             if job.cancelled:
                 return
