@@ -379,13 +379,6 @@ CUresult CUDAAPI cuStreamEndCapture(CUstream stream, CUgraph *graph) {
     *graph = handle('g', recording);
     return CUDA_SUCCESS;
 }
-CUresult CUDAAPI cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *count) {
-    ENTER(1);
-    int index = index_of(graph, 'g', graph_count);
-    if (index < 0 || nodes) return CUDA_ERROR_INVALID_VALUE;
-    *count = (size_t)graphs[index].count;
-    return CUDA_SUCCESS;
-}
 CUresult CUDAAPI cuGraphInstantiate(CUgraphExec *ready, CUgraph graph, unsigned long long flags) {
     ENTER(1);
     UNSAFE();

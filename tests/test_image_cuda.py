@@ -128,7 +128,9 @@ def test_the_driver_is_told_to_compile_nothing(built: Built) -> None:
 def test_inspect_shows_the_driver_and_the_architectures(built: Built) -> None:
     done = ralbuild("inspect", built.layout, cwd=built.work)
     assert done.code == 0, done.err
-    assert "GPU driver 535.129 or newer" in done.out
+    shown = " ".join(done.out.split())
+    assert "GPU driver 535.129 or newer" in shown
+    assert "MiB of the GPU's memory" in shown
     assert "for sm_80" in done.out
 
 

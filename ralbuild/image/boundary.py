@@ -60,7 +60,13 @@ def _compiled(facts: ImageFacts) -> list[Decision]:
 
 
 def _left(facts: ImageFacts) -> list[Decision]:
-    driver = facts.labels.get("io.ralbuild.cuda.driver") if facts.bundle.target == "cuda" else None
+    host = "kernel and engine"
+    if facts.bundle.target == "cuda":
+        driver = facts.labels.get("io.ralbuild.cuda.driver", "of any version")
+        host = f"kernel, engine, GPU driver {driver} or newer"
+        memory = facts.labels.get("io.ralbuild.cuda.memory", "")
+        if memory.isascii() and memory.isdecimal():
+            host += f", {int(memory) >> 20} MiB of the GPU's memory and more"
     imposed = sum(
         (profile.sampling.temperature, profile.sampling.top_p) != (None, None)
         for profile in facts.bundle.profiles
@@ -73,7 +79,7 @@ def _left(facts: ImageFacts) -> list[Decision]:
         ("route", f"of a request: header {ROUTE_HEADER} or the name after the model's; the sender chooses"),
         ("prompts", f"and sampling are the request's own{exception}"),
         ("access", f"port {PORT} speaks plain HTTP and asks for no key: put TLS and access control in front"),
-        ("host", f"kernel, engine, GPU driver {driver} or newer" if driver else "kernel and engine"),
+        ("host", host),
         ("limits", "memory, processors, network and a read-only root are the container engine's to set"),
     ]
     return [Decision("serving", what, detail) for what, detail in found]

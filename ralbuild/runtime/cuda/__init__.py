@@ -1,1 +1,1 @@
-"""The decode graph's patch on a GPU, through the driver alone: no torch, compiler or CUDA runtime library."""
+"""The decode graph on a GPU: torch runs the model, the driver the rules' kernels; nothing is compiled."""
