@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from ralbuild.contract.codec import FormatError
 from ralbuild.contract.transducer import Transducer, TransducerTable, read_transducer
 from ralbuild.errors import CompileError
 from ralbuild.fold import budget
-from ralbuild.fold.rules import HTML_ENTITIES, MARKUP, REDACTION, ProfileRules, TextRule
+from ralbuild.fold.rules import HTML_ENTITIES, MARKUP, REDACTION, KindRule, ProfileRules, TextRule
 from ralbuild.fold.transducer import TransducerBuilder
 
 SEED = 20261130
@@ -26,9 +27,8 @@ PIECES = [b"a", b"b", b"A", b" ", b".", b"<", "é".encode(), "风".encode(), b"\
 
 
 def build(*profiles: ProfileRules) -> tuple[Transducer, TransducerTable]:
-    count = 1 + max(
-        [rule.id for profile in profiles for rule in profile.texts] + [p.append_id for p in profiles]
-    )
+    rules = [rule for profile in profiles for rule in (*profile.texts, *profile.kinds)]
+    count = 1 + max([rule.id for rule in rules] + [profile.append_id for profile in profiles])
     data, _ = TransducerBuilder(profiles).build(count)
     table = read_transducer(data, "test")
     return Transducer(table), table
@@ -260,6 +260,39 @@ def test_actions_that_redact_the_same_share_the_automaton() -> None:
     assert texts == [
         (b"the [x] is [x]", [2, 0]), (b"the [y] is [y]", [5, 3]), (b"the [z] is [z]", [6, 8]),
     ]  # fmt: skip
+
+
+def test_actions_with_texts_of_their_own_share_the_kinds_behind_them() -> None:
+    def action(number: int, word: str) -> ProfileRules:
+        return ProfileRules((redact(2 * number, word),), kinds=(KindRule(2 * number + 1, "api_key", b"[k]"),))
+
+    alone = len(build(action(0, "plan"))[1].redact_final)
+    words = ["plan", "secret", "merger", "bonus", "layoff"]
+    together = len(build(*(action(number, word) for number, word in enumerate(words)))[1].redact_final)
+    assert alone > 1000
+    assert together < alone + 100
+
+
+def test_each_action_keeps_its_own_order_where_several_redactions_match_the_same_text() -> None:
+    """Five ways to match ``abc``, in another order, some of them twice, for each of six actions."""
+    rng = random.Random(SEED)
+    sources = ["[a-c]{3}", "(?:abc|ab)", "a[b-d]c", "[^x]{3}"]
+    for _ in range(12):
+        numbers, regexes, profiles = itertools.count(), {}, []
+        for _ in range(6):
+            texts = []
+            for choice in rng.choices(range(5), k=rng.randint(1, 6)):
+                number = next(numbers)
+                rule = redact(number, "abc", f"[{number}]")
+                if choice:
+                    regexes[number] = sources[choice - 1]
+                    rule = replace(rule, pattern=parse_regex(sources[choice - 1]))
+                texts.append(rule)
+            profiles.append(ProfileRules(tuple(texts), append_id=next(numbers)))
+        machine, _ = build(*profiles)
+        for number, profile in enumerate(profiles):
+            for text in (b"xabc abd", b"abcabxadc", b"ab"):
+                assert machine.rewrite(number, text) == rewrite(profile, text, regexes)
 
 
 @given(st.binary(max_size=64), st.integers(0, 4000), st.integers(0, 255))

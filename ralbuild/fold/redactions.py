@@ -7,7 +7,7 @@ rule is multiplied with another one.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -129,25 +129,30 @@ def build_redactions(modes: tuple[Mode, ...], budget: Budget) -> RedactionTable:
 def _number_forms(sets: Sequence[tuple[Redaction, ...]]) -> tuple[list[tuple[int, ...]], list[Form]]:
     """Number the forms so that in each set the numbers ascend, for the lower one wins a tie.
 
-    Sets share numbers, and so states, where that allows it: a form gets another number when it comes
-    before one that it followed elsewhere, or for the second time.
+    Sets share numbers, and so states, wherever their orders allow it: the orders are merged, and a form gets
+    a second number only where two sets disagree about what comes first, or one set has it twice.
     """
+    known: dict[Form, int] = {}
+    orders = [[known.setdefault(form_of(rule), len(known)) for rule in rules] for rules in sets]
+    every = list(known)
+    left = Counter(form for order in orders for form in order)
+    heads: dict[int, list[int]] = {}
+    """The sets that go on with a form."""
+    for number, order in enumerate(orders):
+        heads.setdefault(order[0], []).append(number)
     forms: list[Form] = []
-    known: dict[Form, list[int]] = {}
-    out = []
-    for rules in sets:
-        last = -1
-        own: list[int] = []
-        for rule in rules:
-            form = form_of(rule)
-            number = next((number for number in known.get(form, ()) if number > last), len(forms))
-            if number == len(forms):
-                forms.append(form)
-                known.setdefault(form, []).append(number)
-            own.append(number)
-            last = number
-        out.append(tuple(own))
-    return out, forms
+    own: list[list[int]] = [[] for _ in sets]
+    while heads:
+        # What other sets have behind something else waits, unless all forms do.
+        ready = [form for form, there in heads.items() if len(there) == left[form]]
+        first = min(ready or heads)
+        for number in heads.pop(first):
+            left[first] -= 1
+            own[number].append(len(forms))
+            if len(own[number]) < len(orders[number]):
+                heads.setdefault(orders[number][len(own[number])], []).append(number)
+        forms.append(every[first])
+    return [tuple(numbers) for numbers in own], forms
 
 
 class _Builder:
