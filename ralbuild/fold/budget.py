@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from ralbuild.contract.bundle import Rule
 from ralbuild.errors import CompileError
-from ralbuild.fold.patterns import Dfa
 from ralbuild.fold.rules import KindRule, TextRule
+from ralbuild.fold.subsets import Dfa
 
 TABLE_BUDGET = 32 << 20
 """Bytes of the transition arrays of redactions and rules; an A100's second-level cache holds them."""

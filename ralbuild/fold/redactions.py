@@ -20,9 +20,10 @@ from ralbuild.contract.transducer_table import ACCEPT_LIMIT, DEAD, DONE, NO_CHEC
 from ralbuild.fold.budget import Budget
 from ralbuild.fold.kinds import CHECKS, pattern_of
 from ralbuild.fold.modes import Mode
-from ralbuild.fold.patterns import DEAD as NO_NODE
-from ralbuild.fold.patterns import Dfa, Nfa
+from ralbuild.fold.patterns import Nfa
 from ralbuild.fold.rules import KindRule, Redaction
+from ralbuild.fold.subsets import DEAD as NO_NODE
+from ralbuild.fold.subsets import Dfa
 
 _BROKEN = frozenset(range(0x80, 0x100))
 """Symbols above ASCII of characters that are not word characters."""

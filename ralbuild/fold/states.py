@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ralbuild.contract.transducer_table import COPY, STATE_BITS
-from ralbuild.fold.patterns import DEAD, Dfa, Nfa
+from ralbuild.fold.patterns import Nfa
 from ralbuild.fold.rules import Op, TextRule
+from ralbuild.fold.subsets import DEAD, Dfa
 
 STATE_BUDGET = 1 << STATE_BITS
 """States that a build may make, those among them that no text reaches."""

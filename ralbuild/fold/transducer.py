@@ -29,10 +29,10 @@ from ralbuild.contract.transducer_table import (
 from ralbuild.errors import CompileError
 from ralbuild.fold.budget import Budget
 from ralbuild.fold.modes import MarkerTable, Mode, build_markers, expand_modes
-from ralbuild.fold.patterns import DEAD
 from ralbuild.fold.redactions import RedactionTable, build_redactions
 from ralbuild.fold.rules import Op, ProfileRules
 from ralbuild.fold.states import STATE_BUDGET, RuleStates, State, longer
+from ralbuild.fold.subsets import DEAD
 from ralbuild.fold.unicode import word_table
 
 UNFINISHED = 3
