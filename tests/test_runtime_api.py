@@ -316,7 +316,9 @@ def test_usage_comes_last_and_only_when_asked(runtime: Runtime) -> None:
 
 def test_models_are_listed_with_and_without_a_key(runtime: Runtime, client: openai.OpenAI) -> None:
     assert [item.id for item in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
+    found = client.models.retrieve("tiny")
+    # vLLM's extension, by which clients find out how much fits.
+    assert (found.id, found.model_dump()["max_model_len"]) == ("tiny", 512)
     assert runtime.get("/v1/models")[0] == 200
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
@@ -347,6 +349,7 @@ def test_models_are_listed_with_and_without_a_key(runtime: Runtime, client: open
         ),
         ("/v1/completions", {"prompt": ["a", "b"]}, {}, 400, "invalid_value"),
         ("/v1/embeddings", {}, {}, 404, "not_found"),
+        ("/v1/chat/completions/", {}, {}, 404, "not_found"),
         ("/v1/models", {}, {}, 405, "method_not_allowed"),
     ],
 )

@@ -6,11 +6,13 @@ import gc
 import json
 import os
 import random
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runtime_fixtures import Image, Rules, make_image, make_model, token_bytes
@@ -26,7 +28,7 @@ from ralbuild.runtime.model.cache import BUCKET, KvShape, SlotCache, capacity_fo
 from ralbuild.runtime.model.decoder import frequencies
 from ralbuild.runtime.model.families import import_family
 from ralbuild.runtime.model.graph import DecodeGraph, Lane
-from ralbuild.runtime.model.linear import MANY_ROWS, Product, widen_linears
+from ralbuild.runtime.model.linear import MANY_ROWS, Product, padded_rows, widen_linears
 from ralbuild.runtime.model.weights import LoadedModel, load_decoder, load_module, read_weights
 from ralbuild.runtime.preflight import check_files
 from ralbuild.runtime.sampler import Draw
@@ -417,3 +419,20 @@ def test_smollm2_float32_tokens_equal_transformers_in_a_mixed_batch(tmp_path: Pa
     graph = open_graph(make_image(tmp_path / "root", folder, (Rules(),)))
     graph.keep(prompts[0][:20])  # the template's system message
     assert decode_together(graph, prompts, 12) == by_transformers(folder, prompts, 12)
+
+
+def test_few_numbers_of_rows_are_compiled_and_every_product_is_right(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """oneDNN keeps code for each number of rows for good; its own log says which ones it was given."""
+    matrix = torch.randn(24, 32)
+    product = Product([matrix], dtype=torch.float32)
+    with torch.inference_mode(), torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        for count in range(1, 513):
+            rows = torch.randn(count, 32)
+            expected = rows.double().numpy() @ matrix.double().numpy().T
+            np.testing.assert_allclose(product(rows).numpy(), expected, rtol=1e-4, atol=1e-4)
+    sizes = {int(found) for found in re.findall(r",inner_product,.*?mb(\d+)ic32oc24", capfd.readouterr().out)}
+    assert sizes
+    assert len(sizes) <= 56
+    assert all(count <= padded_rows(count) <= count * 9 / 8 for count in range(1, 5000))

@@ -40,6 +40,12 @@ def chat(**fields: Any) -> Any:
         {"stop_token_ids": [5]},
         {"repeat_penalty": 1.1},
         {"prompt_logprobs": 0},
+        {"include_stop_str_in_output": True},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
+        {"chat_template": "x"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"documents": [{"text": "x"}]},
     ],
     ids=str,
 )
@@ -48,10 +54,31 @@ def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any]) -> None:
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", next(iter(fields)))
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+    ],
+)
+def test_what_would_be_left_out_inside_a_field_is_refused_by_its_place(
+    fields: dict[str, Any], param: str
+) -> None:
+    error = refusal(CHAT | fields)
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", param)
+
+
+def test_an_integer_of_thousands_of_digits_is_refused_without_advice_for_programmers() -> None:
+    body = json.dumps(CHAT).encode()[:-1] + b', "max_tokens": ' + b"9" * 5000 + b"}"
+    assert "thousands of digits" in refusal(body).message
+
+
 def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted() -> None:
     ask = chat(
         n=1, logprobs=False, tools=[], tool_choice="auto", response_format={"type": "text"}, logit_bias={},
         presence_penalty=0, frequency_penalty=0.0, user="u", metadata={}, whatever=[1], stop=None, seed=None,
+        chat_template_kwargs={}, add_generation_prompt=True, stream_options={"continuous_usage_stats": False},
     )  # fmt: skip
     assert ask.messages == ({"role": "user", "content": "hi"},)
     assert ask.stops == ()

@@ -76,6 +76,8 @@ class Api:
             Exception: _answer_bug,
         }
         self._app = Starlette(routes=routes, exception_handlers=handlers)
+        # A redirect would name a host and a scheme that only the proxy in front knows.
+        self._app.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; adds its id, counts it and logs one line without its text."""
@@ -152,12 +154,12 @@ class Api:
         return info | {"rules": _with_events(info["rules"], counts)}
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model_object(self._served())]})
+        return JSONResponse({"object": "list", "data": [self._model_object(self._served())]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         find_route(self._served(), name, None)
-        return JSONResponse(_model_object(name))
+        return JSONResponse(self._model_object(name))
 
     async def _model_ready(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -172,6 +174,12 @@ class Api:
     async def _unload(self, _: Request) -> Response:
         released = await self.supervisor.unload()
         return JSONResponse(self.lifecycle.report() | {"released_bytes": released})
+
+    def _model_object(self, name: str) -> dict[str, Any]:
+        """Return OpenAI's object, with the length of the context where clients of vLLM look for it."""
+        longest = self.supervisor.info["engine"]["max_seq_len"]
+        head = {"id": name, "object": "model", "created": 0, "owned_by": "ralbuild"}
+        return head | {"max_model_len": longest}
 
     def _served(self) -> str:
         """Return the name of the model; raises ApiError 503 before it was loaded once."""
@@ -237,10 +245,6 @@ class _Generate:
 
 def _with_events(rules: list[dict[str, Any]], counts: dict[str, float]) -> list[dict[str, Any]]:
     return [rule | {"events": int(counts.get(str(rule["id"]), 0))} for rule in rules]
-
-
-def _model_object(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "ralbuild"}
 
 
 def _authorization(scope: Scope) -> str | None:

@@ -22,6 +22,8 @@ MAX_LOGIT_BIAS = 300
 MAX_TOP_LOGPROBS = 20
 _SHOWN = 80
 """Characters of a wrong value that an error repeats."""
+_CALLS = ("tool_calls", "function_call")
+"""What the assistant may have said beside its text: without it the model would see another conversation."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
@@ -36,15 +38,21 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "modalities": lambda value: value != ["text"],
     "prediction": lambda _: True,
     # What other servers of this API know beyond OpenAI's fields.
+    "add_generation_prompt": lambda value: value is not True,
     "allowed_token_ids": lambda value: value != [],
     "bad_words": lambda value: value != [],
     "bad_words_ids": lambda value: value != [],
+    "chat_template": lambda _: True,
+    "chat_template_kwargs": lambda value: value != {},
+    "continue_final_message": lambda value: value is not False,
+    "documents": lambda value: value != [],
     "grammar": lambda value: value != "",
     "guided_choice": lambda _: True,
     "guided_grammar": lambda _: True,
     "guided_json": lambda _: True,
     "guided_regex": lambda _: True,
     "ignore_eos": lambda value: value is not False,
+    "include_stop_str_in_output": lambda value: value is not False,
     "json_schema": lambda _: True,
     "length_penalty": lambda value: value != 1,
     "logits_processors": lambda value: value != [],
@@ -172,12 +180,12 @@ def _ask(
     for name, asks in _UNSUPPORTED.items():
         value = plain.get(name)
         if value is not None and asks(value):
-            raise ApiError(
-                400, "unsupported_parameter", f"{name!r} is not supported by this server", param=name
-            )
+            raise _unsupported(name)
     options = plain.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise _wrong("stream_options", "needs an object")
+    if _flag(options or {}, "continuous_usage_stats"):
+        raise _unsupported("stream_options.continuous_usage_stats")
     model = plain.get("model")
     if not isinstance(model, str) or not model:
         raise _wrong("model", "needs the name of a model")
@@ -250,6 +258,9 @@ def _message(item: Any, where: str) -> dict[str, str]:
         known = ", ".join(sorted(_ROLES))
         found = repr(role[:_SHOWN]) if isinstance(role, str) else "no string"
         raise _wrong(f"{where}.role", f"needs one of {known}; found {found}")
+    for name in _CALLS:
+        if item.get(name):
+            raise _unsupported(f"{where}.{name}")
     return {"role": _ROLES[role], "content": _content(item.get("content"), f"{where}.content")}
 
 
@@ -305,6 +316,11 @@ def _flag(plain: dict[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise _wrong(name, "needs true or false")
     return bool(value)
+
+
+def _unsupported(param: str) -> ApiError:
+    message = f"{param!r} is not supported by this server"
+    return ApiError(400, "unsupported_parameter", message, param=param)
 
 
 def _wrong(param: str, message: str) -> ApiError:

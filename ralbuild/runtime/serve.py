@@ -12,12 +12,16 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ralbuild.runtime.app import Api
 from ralbuild.runtime.errors import ApiError
 from ralbuild.runtime.log import log_event
 
+HEAD_SECONDS = 60.0
+"""How long a request's first line and headers may take."""
 _LAST_SECONDS = 3.0
 """After the drain: time for the loop to end what is cut short."""
 _ERROR_SECONDS = 0.5
@@ -30,6 +34,42 @@ class _Bridge(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         log_event("server", level=record.levelname.lower(), message=record.getMessage().strip())
+
+
+class Protocol(H11Protocol):
+    """HTTP/1.1 on one connection, closed when a request's head does not come in time.
+
+    uvicorn looks at the time between two requests only, and a single byte ends that: connections that say
+    nothing, or a byte now and then, would stay for ever and use up the descriptors.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first head."""
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Read; the time of a head that has begun goes on, a complete one stops it."""
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self._stop_watch()
+
+    def _watch_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_watch()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop_watch(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class Server(uvicorn.Server):
@@ -45,7 +85,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             api,
             loop="asyncio",
-            http="h11",
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -16,12 +16,28 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 MANY_ROWS = 8
 _PACKED_ROWS = 4
 """Rows that oneDNN lays the matrix out for; other counts use the same layout. Chosen against 16 on a busy
 machine, where 39 rows took a quarter less and fewer rows about the same; worth measuring again."""
+
+_EXACT_ROWS = 16
+"""Products of more rows are filled up with zeros to a size of `padded_rows`."""
+
+
+def padded_rows(rows: int) -> int:
+    """Return how many rows a packed product of ``rows`` computes: at most an eighth more.
+
+    oneDNN compiles code for every number of rows and matrix shape, a quarter of a MiB each, and keeps
+    it as long as the process lives, whatever `ONEDNN_PRIMITIVE_CACHE_CAPACITY` says. So there are 56 numbers
+    up to 512 instead of 512.
+    """
+    if rows <= _EXACT_ROWS:
+        return rows
+    step = 1 << (rows.bit_length() - 4)
+    return -(-rows // step) * step
 
 
 class Product:
@@ -57,8 +73,10 @@ class Product:
     def __call__(self, rows: Tensor) -> Tensor:
         """Return [n, out] for [n, in], in the dtype of ``rows``."""
         if self._packed:
-            packed, bias = self._matrices[0], self._biases[0]
-            return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+            packed, bias, count = self._matrices[0], self._biases[0], rows.shape[0]
+            if (more := padded_rows(count) - count) > 0:
+                rows = pad(rows, (0, 0, 0, more))
+            return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")[:count]
         parts = [
             _multiply(rows, matrix, bias, widen=self._widen)
             for matrix, bias in zip(self._matrices, self._biases, strict=True)
