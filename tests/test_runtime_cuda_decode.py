@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -334,12 +335,16 @@ def test_a_worker_whose_loop_has_ended_ends_with_the_status_of_the_reason(
         engine=ended, info=dict, bundle=SimpleNamespace(engine=SimpleNamespace(idle_unload=0))
     )
     monkeypatch.setattr(worker, "_load", lambda _line, _settings: service)
-    monkeypatch.setattr(worker.os, "_exit", lambda _status: None)  # its listener's, when the socket ends
+    heard = threading.Event()
+    monkeypatch.setattr(
+        worker.os, "_exit", lambda _status: heard.set()
+    )  # its listener's, at the socket's end
     before = signal.getsignal(signal.SIGINT)
     ours, theirs = socket.socketpair()
     try:
         with ours, theirs:
             assert worker.main([str(os.dup(theirs.fileno()))]) == status
+        assert heard.wait(30)  # before `_exit` is the real one again
     finally:
         signal.signal(signal.SIGINT, before)
         gc.unfreeze()
