@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -11,14 +12,18 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False, mode: in
     """Write ``data`` to ``path`` so that a reader sees all of it or what was there before.
 
     Args:
-        path: of the file; its folder must be there.
+        path: of the file; its folder must be there. Of a symbolic link the file that it names is replaced.
         data: all of its bytes.
         durable: return only when the disk has them.
         mode: permissions, whatever the umask; None leaves them to it.
 
     Raises:
-        OSError: when it cannot be written; nothing of it is left.
+        OSError: when it cannot be written, or ``path`` is a device, a pipe or a folder, which must not become
+            a file; nothing of it is left.
     """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "it is there and is no regular file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:

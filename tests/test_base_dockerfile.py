@@ -123,6 +123,8 @@ def test_the_list_made_inside_names_what_dpkg_has_installed(tmp_path: Path) -> N
         (["--target", "cpu"], "is needed for --target cpu"),
         (["--target", "cpu", "--from", "debian:12"], "needs a digest, found 'debian:12'"),
         (["--target", "cpu", "--from", "a b@sha256:" + "a" * 64], "needs a digest, found 'a b@"),
+        (["--target", "cpu", "--from", "a//b@sha256:" + "a" * 64], "needs a digest, found 'a//b@"),
+        (["--target", "cpu", "--from", "DEBIAN@sha256:" + "a" * 64], "needs a digest, found 'DEBIAN@"),
         (["--target", "cpu", "--from", BELOW, "--refresh"], "the engine's build command"),
     ],
 )

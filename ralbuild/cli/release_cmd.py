@@ -14,6 +14,7 @@ from ralbuild.errors import UsageError
 if TYPE_CHECKING:
     from ralbuild.release.journal import Plan
     from ralbuild.release.planning import Wishes
+    from ralbuild.release.site import Settings, Site
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,13 +94,13 @@ def run(options: argparse.Namespace) -> int:
 def _init(options: argparse.Namespace) -> int:
     from ralbuild.release.proxy import proxy_of
     from ralbuild.release.runtime_rules import install
-    from ralbuild.release.site import Site, default_settings
+    from ralbuild.release.site import SETTINGS_FILE, Site, default_settings
 
     rules = signed_rules(options)
     blue, green = _ports(options.ports)
     settings = default_settings(
         proxy=options.proxy,
-        listen=_listen(options.listen),
+        listen=_listen(options.listen, (blue, green)),
         blue=blue,
         green=green,
         drain_seconds=_seconds(options.drain, "--drain"),
@@ -108,6 +109,8 @@ def _init(options: argparse.Namespace) -> int:
         on_crash=options.on_crash,
         runtime_rules=rules is not None,
     )
+    if (options.site / SETTINGS_FILE).exists():
+        _check_running(Site.open(options.site), settings)
     site = Site.create(options.site, settings)
     with site.locked():
         if rules is not None:
@@ -119,6 +122,23 @@ def _init(options: argparse.Namespace) -> int:
             proxy.start()
     print(json.dumps({"site": str(site.folder)}) if options.json else options.site)
     return 0
+
+
+def _check_running(site: Site, settings: Settings) -> None:
+    """Refuse to move a site under a running proxy, which keeps its address and ports until it ends."""
+    from ralbuild.release.proxy import proxy_of
+
+    before = site.settings
+    moved = [
+        f"{name} {getattr(before, name)} to {getattr(settings, name)}"
+        for name in ("proxy", "listen", "blue", "green")
+        if getattr(before, name) != getattr(settings, name)
+    ]
+    if moved and proxy_of(site).running():
+        hint = "stop it first: `ralbuild release proxy stop`"
+        raise UsageError(
+            f"its proxy runs; cannot change {', '.join(moved)}", place=str(site.folder), hint=hint
+        )
 
 
 def _release(options: argparse.Namespace) -> int:
@@ -279,10 +299,13 @@ def _ports(text: str) -> tuple[int, int]:
     raise UsageError(f"needs two different ports such as 18001,18002, found {text!r}", place="--ports")
 
 
-def _listen(text: str) -> str:
+def _listen(text: str, ports: tuple[int, int]) -> str:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"needs ADDRESS:PORT, found {text!r}", place="--listen")
+        needed = "needs ADDRESS:PORT with a port from 1 to 65535"
+        raise UsageError(f"{needed}, found {text!r}", place="--listen")
+    if int(port) in ports:
+        raise UsageError(f"{port} is a port of --ports: clients need one of their own", place="--listen")
     return text
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ralbuild.cli.options import add_key_option, signing_key
+from ralbuild.errors import UsageError
 
 if TYPE_CHECKING:
     from ralbuild.supply.runtime_rules import Checked
@@ -43,6 +44,9 @@ def _compile(options: argparse.Namespace) -> int:
     from ralbuild.fold.runtime_rules import fold_runtime_rules
     from ralbuild.supply.runtime_rules import publish
 
+    for source in (options.rules, options.key):
+        if options.out.exists() and source.exists() and options.out.samefile(source):
+            raise UsageError(f"would replace {source}, which it is made from", place="--out")
     loaded = load_runtime_rules(options.rules)
     key = signing_key(options)
     assert key is not None  # the option is required
@@ -73,7 +77,6 @@ def _check(options: argparse.Namespace) -> int:
 
 def _applied(checked: Checked, path: Path) -> str:
     from ralbuild.contract.runtime_rules import OUTPUT
-    from ralbuild.errors import UsageError
 
     try:
         data = path.read_bytes()

@@ -215,30 +215,35 @@ def _device_bytes(parts: ImageParts) -> int:
     return weights + spec.cache_bytes(engine.max_batch_size, engine.max_seq_len, item)
 
 
-def check_base(base: BaseImage, target: str) -> None:
-    """Raise ImageError when ``base`` is no runtime base, or one for another target."""
+def check_base(base: BaseImage, target: str, place: str = "") -> None:
+    """Raise ImageError when ``base`` is no runtime base, or one for another target.
+
+    ``place`` is how the user named it; the base's own name or digest when it is empty.
+    """
+    place = place or base.name or base.digest
+    hint = f"make one with `ralbuild base --target {target} --out oci:DIR`, or leave --base out"
     labels = (base.config.get("config") or {}).get("Labels") or {}
     found = labels.get(BASE_CONTRACT)
     if found != "1":
-        raise ImageError(
-            f"is no runtime base: needs the label {BASE_CONTRACT}=1, found {found!r}",
-            place=base.name or base.digest,
-            hint="make one with `ralbuild base --out oci:DIR`",
-        )
-    place = base.name or base.digest
+        message = f"is no runtime base: needs the label {BASE_CONTRACT}=1, found {found!r}"
+        raise ImageError(message, place=place, hint=hint)
     made_for = labels.get(f"{BASE_LABELS}target")
     if made_for != target:
-        raise ImageError(f"is a base for {made_for!r}; the image is for {target!r}", place=place)
+        message = f"is a base for {made_for!r}; the image is for {target!r}"
+        raise ImageError(message, place=place, hint=hint)
     facts = (*_BASE_FACTS, "cuda") if target == "cuda" else _BASE_FACTS
     missing = [name for name in facts if not labels.get(f"{BASE_LABELS}{name}")]
     if missing:
-        raise ImageError(f"does not say its {', '.join(missing)}: needs labels {BASE_LABELS}*", place=place)
+        message = f"does not say its {', '.join(missing)}: needs labels {BASE_LABELS}*"
+        raise ImageError(message, place=place, hint=hint)
     python = labels[f"{BASE_LABELS}python"]
     if not f"{python}.".startswith(_PYTHON):  # the third number may be left open
-        raise ImageError(f"has Python {python}, the launcher needs {_PYTHON}x", place=place)
+        message = f"has Python {python}, the launcher needs {_PYTHON}x"
+        raise ImageError(message, place=place, hint=hint)
     cuda, wanted = labels.get(f"{BASE_LABELS}cuda", ""), load_pins().cuda.version
     if target == "cuda" and cuda.split(".")[:2] != wanted.split(".")[:2]:
-        raise ImageError(f"has CUDA {cuda}, kernels are compiled for {wanted}", place=place)
+        message = f"has CUDA {cuda}, kernels are compiled for {wanted}"
+        raise ImageError(message, place=place, hint=hint)
 
 
 def _model_layer(parts: ImageParts) -> LayerPlan:

@@ -15,8 +15,8 @@ from ralbuild.image.base import ensure_base, interpreter_layer
 from ralbuild.image.bases import LayoutBase, open_base
 from ralbuild.image.modelpack import modelpack
 from ralbuild.image.outputs import Output, RegistryOutput, check_takes_companions
-from ralbuild.image.plan import ImagePlan
-from ralbuild.image.planning import ImageParts, plan_image
+from ralbuild.image.plan import BaseImage, ImagePlan
+from ralbuild.image.planning import ImageParts, check_base, plan_image
 from ralbuild.image.registry.connect import Registries, open_registries
 from ralbuild.image.registry.profiles import check_limits, check_sizes
 from ralbuild.image.write import WrittenImage
@@ -70,10 +70,11 @@ def _make(
 ) -> tuple[Compiled, ImagePlan, Image]:
     """Verify, fold, compile, prove and plan: all that comes before writing."""
     _check_caps(request, outputs, registries)
+    base = _chosen_base(request, registries)
     compiled = compile_model(request, report, copies)
     refuse_unservable(compiled.bundle, compiled.model)
     proof = prove_kernels(request, compiled, report)
-    plan, image = assemble(request, compiled, report, registries, proof)
+    plan, image = assemble(request, compiled, base, report, registries, proof)
     return compiled, plan, image
 
 
@@ -88,10 +89,11 @@ def render_context(request: BuildRequest, out: Path, report: Report) -> Path:
     """
     if os.path.lexists(out):
         raise UsageError("is already there", place=str(out), hint="name a new folder")
-    compiled = compile_model(request, report)
-    refuse_unservable(compiled.bundle, compiled.model)
     with open_registries(request.registry) as registries:
-        plan, _ = assemble(request, compiled, report, registries)
+        base = _chosen_base(request, registries)
+        compiled = compile_model(request, report)
+        refuse_unservable(compiled.bundle, compiled.model)
+        plan, _ = assemble(request, compiled, base, report, registries)
     from ralbuild.image.context import write_context
 
     with report.stage("render") as stage:
@@ -110,19 +112,36 @@ def _check_caps(request: BuildRequest, outputs: tuple[Output, ...], registries: 
                 check_sizes(((path.name, path.stat().st_size) for path in files), profile)
 
 
+def _chosen_base(request: BuildRequest, registries: Registries) -> BaseImage | None:
+    """Open the base that was asked for, before anything is compiled for it; None where none was."""
+    if request.base is None:
+        return None
+    base = open_base(request.base, registries)
+    place = (
+        f"--base oci:{request.base.path}" if isinstance(request.base, LayoutBase) else f"--base {base.name}"
+    )
+    check_base(base, request.target, place)
+    return base
+
+
 def assemble(
-    request: BuildRequest, compiled: Compiled, report: Report, registries: Registries, proof: str = ""
+    request: BuildRequest,
+    compiled: Compiled,
+    chosen: BaseImage | None,
+    report: Report,
+    registries: Registries,
+    proof: str = "",
 ) -> tuple[ImagePlan, Image]:
     """Put the compiled parts on a base and compute every digest; nothing is written.
 
     Args:
+        chosen: the base that was asked for; None takes the embedded one.
         proof: what was simulated, for the image's labels; empty for nothing.
     """
     config = (compiled.loaded.path.name, compiled.loaded.source)
     refuse_secrets((config, *compiled.model.files), request.ignored_secrets)
     with report.stage("base") as stage:
-        source = request.base or LayoutBase(ensure_base(request.target, report))
-        base = open_base(source, registries)
+        base = chosen or open_base(LayoutBase(ensure_base(request.target, report)), registries)
         size = sum(layer.size for layer in base.layers)
         stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
         interpreted = any(kernel.source is not None for kernel in compiled.bundle.kernels)

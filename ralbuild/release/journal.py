@@ -80,6 +80,10 @@ class Journal:
             return None
         try:
             entries: list[Any] = [parse_json(line, f"{path.name}:{n}") for n, line in enumerate(lines, 1)]
+            for number, entry in enumerate(entries, 1):
+                needed = "plan" if number == 1 else "step"
+                if not isinstance(entry, dict) or needed not in entry:
+                    raise FormatError(f"{path.name}:{number}", f"needs an object with {needed!r}")
             plan = from_plain(Plan, entries[0]["plan"], f"{path.name}:1")
             done = [str(entry["step"]) for entry in entries[1:] if entry.get("state") == "done"]
         except (FormatError, IndexError, KeyError, TypeError, AttributeError) as error:

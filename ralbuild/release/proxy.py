@@ -16,8 +16,9 @@ import signal
 import socket
 import subprocess
 import time
+from errno import EADDRINUSE
 from pathlib import Path, PurePath
-from typing import Protocol
+from typing import Any, Protocol
 
 from ralbuild.errors import HostError, UsageError
 from ralbuild.files import write_atomically
@@ -25,6 +26,8 @@ from ralbuild.release.site import COLOURS, Settings, Site, other
 from ralbuild.render import render_text
 
 START_SECONDS = 10.0
+FREE_SECONDS = 2.0
+"""How long a proxy that ends may hold its address."""
 UNIT_FILE = "ral-proxy.service"
 
 
@@ -100,6 +103,16 @@ def _values(folder: PurePath, settings: Settings) -> dict[str, object]:
     }
 
 
+def _is_taken(family: int, kind: int, protocol: int, _name: str, address: tuple[Any, ...]) -> bool:
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            return error.errno == EADDRINUSE  # of any other error the proxy will speak
+    return False
+
+
 class _Daemon:
     """A proxy as a process of this user, with a pid file."""
 
@@ -144,6 +157,23 @@ class _Daemon:
         with contextlib.suppress(ProcessLookupError):
             if pid := self.pid():
                 os.kill(pid, number)
+
+    def _check_address(self) -> None:
+        """Raise HostError when another program listens where this one will.
+
+        HAProxy does not notice: the kernel would hand half of the connections to each of two proxies. One
+        that is ending may hold the address for a moment longer.
+        """
+        host, _, port = self.settings.listen.rpartition(":")
+        found = socket.getaddrinfo(
+            host.strip("[]*") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        deadline = time.monotonic() + FREE_SECONDS
+        while _is_taken(*found[0]):
+            if time.monotonic() > deadline:
+                hint = "stop what listens there, or choose another address: `ralbuild release init --listen`"
+                raise HostError("is in use by another program", place=self.settings.listen, hint=hint)
+            time.sleep(0.05)
 
     def stop(self) -> None:
         self._signal(self.stop_signal)
@@ -192,6 +222,7 @@ class HaProxy(_Daemon):
     def start(self) -> None:
         if self.running():
             return
+        self._check_address()
         self._run(*self._arguments())
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
@@ -287,6 +318,7 @@ class Nginx(_Daemon):
     def start(self) -> None:
         if self.running():
             return
+        self._check_address()
         self._run(*self._arguments())
         deadline = time.monotonic() + START_SECONDS
         while not self.running():

@@ -22,4 +22,5 @@ def require_digest(image: str, option: str) -> None:
         UsageError: naming ``option``.
     """
     if not is_by_digest(image):
-        raise UsageError(f"{image!r} is no image by digest", place=option, hint=HINT)
+        found = f"{image!r} is no image by digest" if image else "is needed: an image by digest"
+        raise UsageError(found, place=option, hint=HINT)

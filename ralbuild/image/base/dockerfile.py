@@ -28,7 +28,12 @@ from ralbuild.image.context import give_name, new_folder
 from ralbuild.pins import load_pins
 from ralbuild.render import render_text
 
-_NAMED = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/:-]{0,255}@sha256:[0-9a-f]{64}")
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_NAMED = re.compile(
+    rf"(?=.{{1,255}}@)(?:[a-zA-Z0-9.-]+(?::[0-9]{{1,5}})?/)?{_PART}(?:/{_PART})*(?::\w[\w.-]{{0,127}})?"
+    r"@sha256:[0-9a-f]{64}",
+    re.ASCII,
+)
 """An image as an engine knows it: also without a registry's name, which `--base` needs."""
 
 

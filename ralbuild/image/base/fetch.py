@@ -41,7 +41,8 @@ def fetch_wheels(wheels: Sequence[LockedWheel], folder: Path, report: Report) ->
         found = _cached(wheels, folder)
         missing = [wheel for wheel in wheels if wheel.name not in found]
         if missing:
-            report.step(f"downloading {len(missing)} of {len(wheels)} Python packages")
+            size = f", {sum(wheel.size for wheel in missing) / 1e6:,.0f} MB"
+            report.step(f"downloading {len(missing)} of {len(wheels)} Python packages{size}")
             with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as name:
                 _download(missing, Path(name))
                 for path in sorted(Path(name).glob("*.whl")):
