@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--ready-timeout", type=int, default=0, metavar="SECONDS", help="default: by the image's size"
         )
         verb.add_argument(
-            "--dry-run", action="store_true", help="print the plan and check the proxy; change nothing"
+            "--dry-run",
+            action="store_true",
+            help="load the image, print the plan and check the proxy; change nothing that serves",
         )
     rules = verbs.add_parser("rules", parents=[shared], help="publish signed rules of the serving side")
     rules.add_argument("rules", type=Path, metavar="FILE", help="what `ralbuild rules compile` wrote")
