@@ -16,6 +16,8 @@ from model_factory import write_model
 
 from ralbuild.cli.main import VERBS
 
+CUDA_BASE = {"io.ralbuild.base.target": "cuda", "io.ralbuild.base.cuda": "12.2.2"}
+
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
@@ -149,7 +151,8 @@ def add_kernel(work: Path) -> None:
         (add_kernel, [], 2, "'mine' is a user kernel"),
         (lambda w: None, ["--output", "ftp:x"], 2, "--output"),
         (lambda w: None, ["--output", "registry:team/demo"], 2, "the host must be written out"),
-        (lambda w: None, ["--target", "cuda"], 2, "needs an architecture, found none"),
+        (lambda w: None, ["--target", "cuda"], 6, "is a base for 'cpu'; the image is for 'cuda'"),
+        (lambda w: write_fake_base(w / "base2", **CUDA_BASE), ["--target", "cuda", "--base", "oci:base2"], 2, "needs an architecture, found none"),
         (lambda w: None, ["--targt", "cpu"], 2, "unrecognized arguments"),
         (lambda w: None, ["--arch", "sm_10"], 2, "unknown architecture 'sm_10'"),
         (lambda w: None, ["--tag", "Bad Tag"], 2, "--tag"),

@@ -136,6 +136,17 @@ class TestCompile:
         expected = re.sub("acct-[0-9]{3,5}", "[redacted]", re.sub("(?i)bluebird", "[bird]", said))
         assert (shown.code, shown.out) == (0, expected)
 
+    def test_it_does_not_replace_what_it_is_made_from(self, keys: Path, tmp_path: Path) -> None:
+        own = tmp_path / "own.key"
+        own.write_bytes((keys / "sign.key").read_bytes())
+        (tmp_path / "link").symlink_to("runtime-rules.yaml")
+        for out in ("runtime-rules.yaml", "link", "own.key"):
+            done = compile_rules(tmp_path, tmp_path, "serial: 1\n", by="own", out=out)
+            assert done.code == 2
+            assert "--out: would replace" in done.err
+        assert own.read_bytes() == (keys / "sign.key").read_bytes()
+        assert "serial: 1" in (tmp_path / "runtime-rules.yaml").read_text()
+
     def test_openssl_accepts_the_signature_over_the_envelope_s_bytes(
         self, tmp_path: Path, keys: Path
     ) -> None:

@@ -44,7 +44,7 @@ def _compile(options: argparse.Namespace) -> int:
     from ralbuild.fold.runtime_rules import fold_runtime_rules
     from ralbuild.supply.runtime_rules import publish
 
-    for source in (options.rules, options.key):
+    for source in (options.rules, options.sign_key):
         if options.out.exists() and source.exists() and options.out.samefile(source):
             raise UsageError(f"would replace {source}, which it is made from", place="--out")
     loaded = load_runtime_rules(options.rules)

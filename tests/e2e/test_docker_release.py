@@ -30,6 +30,8 @@ RALBUILD = [sys.executable, "-m", "ralbuild.cli.main"]
 CONFIG = ROOT / "tests" / "e2e" / "guardrails.yaml"
 QUESTION = "What does a compliance audit check? Answer in one sentence."
 
+REQUESTS = 500
+"""Of clients while a model is swapped in place; `benchmarks.story` has as many while two stand beside each other."""
 BROKEN = "ralbuild-test/broken"
 CHANGED = "<b>company</b>"
 """What the second image's answers hold and the first one's do not."""
@@ -305,5 +307,6 @@ def test_in_place_two_switches_and_a_rollback_fail_no_request(images: Path, site
             assert len(running(folder)) == 1
         assert ralbuild(images, "release", "rollback", *options) == "green serves"
         assert all(CHANGED in text for text in next_long_texts(clients))
+        clients.wait_for(REQUESTS)
     assert clients.failures == []
     print(f"{len(clients.answers)} requests, 0 failed, the longest wait was {clients.longest:.1f} s")
