@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 from ralbuild.contract import places
@@ -44,6 +45,7 @@ from ralbuild.contract.tarball import WeightLayer
 from ralbuild.contract.transducer import COPY, DROP, EMIT, EVENT, STATE_BITS, Front, write_transducer
 from ralbuild.contract.vocab import write_vocab
 from ralbuild.fold.routes import RoutePatterns
+from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.service import Service
 from ralbuild.runtime.wire import Frames, pack
 from ralbuild.runtime.worker import Desk
@@ -498,3 +500,15 @@ class ThreadWorker:
     def end(self) -> int:
         self._theirs.close()
         return 0
+
+
+def collect(service: Service, orders: Sequence[Order], *, seconds: float = 60) -> list[list[Piece]]:
+    """Submit all and wait for all, at most so long for each next piece; pieces by request."""
+    box: Queue[tuple[int, Piece]] = Queue()
+    for number, item in enumerate(orders):
+        service.submit(item, lambda piece, number=number: box.put((number, piece)))
+    out: list[list[Piece]] = [[] for _ in orders]
+    while not all(pieces and (pieces[-1].finish or pieces[-1].error) for pieces in out):
+        number, piece = box.get(timeout=seconds)
+        out[number].append(piece)
+    return out

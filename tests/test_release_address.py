@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_support import ralbuild
+from release_support import free_ports
 
 
 @pytest.fixture
@@ -19,12 +20,6 @@ def listener() -> Iterator[socket.socket]:
         other.bind(("127.0.0.1", 0))
         other.listen()
         yield other
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("proxy", ["haproxy", "nginx"])
@@ -48,7 +43,7 @@ def test_a_colours_port_is_no_address_for_clients(tmp_path: Path) -> None:
 
 
 def test_a_running_proxys_site_cannot_be_moved_and_keeps_its_settings(tmp_path: Path) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     where = ("--site", tmp_path / "s")
     assert ralbuild("release", "init", *where, "--listen", address, cwd=tmp_path).code == 0
     try:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ import pytest
 import torch
 from cuda_device import StubDevice, know, on_device
 from cuda_stub import Stub
-from runtime_fixtures import Image, Rules, Runtime, make_image, make_model, refused, token_bytes
+from runtime_fixtures import Image, Rules, Runtime, collect, make_image, make_model, refused, token_bytes
 from test_runtime_decode import by_transformers
 
 from ralbuild.contract import places
@@ -122,16 +123,7 @@ def gpu(stub: Stub, model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         service.engine.stop()
 
 
-def collect(service: Service, orders: list[Order]) -> list[list[Piece]]:
-    """Submit all and wait for all; pieces by request."""
-    box: Queue[tuple[int, Piece]] = Queue()
-    for number, item in enumerate(orders):
-        service.submit(item, lambda piece, number=number: box.put((number, piece)))
-    out: list[list[Piece]] = [[] for _ in orders]
-    while not all(pieces and (pieces[-1].finish or pieces[-1].error) for pieces in out):
-        number, piece = box.get(timeout=120)
-        out[number].append(piece)
-    return out
+pieces_of = partial(collect, seconds=120)  # the simulator is slow
 
 
 def ends(found: list[list[Piece]]) -> list[tuple[str, str, int]]:
@@ -171,8 +163,8 @@ SERIES = (
 def test_texts_and_counts_of_many_requests_are_those_of_the_cpu(cpu: Service, gpu: Service) -> None:
     before = [[counted(service, name) for name in SERIES] for service in (cpu, gpu)]
     orders = many(20)
-    found = ends(collect(gpu, orders))
-    assert found == ends(collect(cpu, orders))
+    found = ends(pieces_of(gpu, orders))
+    assert found == ends(pieces_of(cpu, orders))
     assert {reason for _, reason, _ in found} == {"length", "stop"}
     after = [[counted(service, name) for name in SERIES] for service in (cpu, gpu)]
     more = [
@@ -190,13 +182,13 @@ def test_greedy_tokens_are_those_of_transformers(gpu: Service, model: Path) -> N
     wanted = by_transformers(model, [list(prompt) for prompt in PROMPTS], count)
     texts = [b"".join(words[token] for token in tokens).decode(errors="replace") for tokens in wanted]
     assert all(2 not in tokens for tokens in wanted), "no text ends by itself"
-    found = ends(collect(gpu, [Order(prompt, count, Draw(), 0) for prompt in PROMPTS]))
+    found = ends(pieces_of(gpu, [Order(prompt, count, Draw(), 0) for prompt in PROMPTS]))
     assert [text for text, _, _ in found] == texts
 
 
 def test_requests_that_come_go_and_give_up_leave_the_others_as_they_are(cpu: Service, gpu: Service) -> None:
     orders = many(16)
-    alone = ends(collect(cpu, orders))
+    alone = ends(pieces_of(cpu, orders))
     chance, box, live = random.Random(4), Queue[tuple[int, Piece]](), dict[int, Any]()
     texts, kept, waiting = [""] * len(orders), set[int](), list(range(len(orders)))
     while waiting or live:
@@ -222,7 +214,7 @@ def test_requests_that_come_go_and_give_up_leave_the_others_as_they_are(cpu: Ser
 def test_a_step_is_launched_before_the_one_before_is_read_and_none_too_many(gpu: Service) -> None:
     device = gpu.engine._graph._device
     del device.trace[:]
-    ((text, reason, tokens),) = ends(collect(gpu, [Order(PROMPTS[0], 6, Draw(), 0)]))
+    ((text, reason, tokens),) = ends(pieces_of(gpu, [Order(PROMPTS[0], 6, Draw(), 0)]))
     assert (reason, tokens) == ("length", 6)
     assert text
     assert device.trace == ["launch", *["launch", "wait"] * 5, "wait"]
@@ -237,7 +229,7 @@ def test_log_probabilities_are_those_of_the_cpu_also_where_a_token_is_banned(
         Draw(logprobs=2, repetition_penalty=1.5),
     ]
     orders = [Order(PROMPTS[n], 6, draw, n % 2) for n, draw in enumerate(draws)]
-    both = [collect(service, orders) for service in (cpu, gpu)]
+    both = [pieces_of(service, orders) for service in (cpu, gpu)]
     for one, other in zip(*both, strict=True):
         mine, theirs = ([item for piece in pieces for item in piece.logprobs] for pieces in (one, other))
         assert [item.data for item in mine] == [item.data for item in theirs]
@@ -250,11 +242,11 @@ def test_log_probabilities_are_those_of_the_cpu_also_where_a_token_is_banned(
 def test_a_client_s_stop_string_cuts_the_text_and_not_what_the_rules_append(
     cpu: Service, gpu: Service
 ) -> None:
-    whole = ends(collect(cpu, [Order(PROMPTS[2], 12, Draw(), 1)]))[0][0]
+    whole = ends(pieces_of(cpu, [Order(PROMPTS[2], 12, Draw(), 1)]))[0][0]
     stop = whole.removesuffix(" END")[4:6]
     orders = [Order(PROMPTS[2], 12, Draw(), profile, (stop,)) for profile in (1, 0)]
-    found = ends(collect(gpu, orders))
-    assert found == ends(collect(cpu, orders))
+    found = ends(pieces_of(gpu, orders))
+    assert found == ends(pieces_of(cpu, orders))
     assert found[0][0] == whole[: whole.index(stop)] + " END"
 
 
@@ -263,7 +255,7 @@ def test_what_chats_begin_with_is_read_once_and_copied(cpu: Service, gpu: Servic
     assert gpu.engine._graph._prefix == tuple(prefix)
     assert gpu.engine._graph.kept_bytes > 0
     orders = [Order((*prefix, *PROMPTS[4]), 5, Draw(), 0), Order((*prefix[:-1], 9), 5, Draw(), 0)]
-    assert ends(collect(gpu, orders)) == ends(collect(cpu, orders))
+    assert ends(pieces_of(gpu, orders)) == ends(pieces_of(cpu, orders))
 
 
 def test_long_prompts_meet_the_longer_graphs(cpu: Service, gpu: Service) -> None:
@@ -271,7 +263,7 @@ def test_long_prompts_meet_the_longer_graphs(cpu: Service, gpu: Service) -> None
     assert len(spans) == 2
     prompt = tuple(20 + n * 7 % 300 for n in range(spans[0] - 3))
     orders = [Order(prompt, 6, Draw(), 0)]  # its steps begin in one graph and end in the other
-    assert ends(collect(gpu, orders)) == ends(collect(cpu, orders))
+    assert ends(pieces_of(gpu, orders)) == ends(pieces_of(cpu, orders))
 
 
 def test_no_number_is_left_in_a_row_for_the_next_text(gpu: Service) -> None:
@@ -280,7 +272,7 @@ def test_no_number_is_left_in_a_row_for_the_next_text(gpu: Service) -> None:
     with torch.inference_mode():
         for layer in pool.layers:
             layer.fill_(float("nan"))
-    found = ends(collect(gpu, [Order(PROMPTS[n], 3, Draw(), 0) for n in range(4)]))
+    found = ends(pieces_of(gpu, [Order(PROMPTS[n], 3, Draw(), 0) for n in range(4)]))
     assert all(text and tokens == 3 for text, _, tokens in found)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from runtime_fixtures import Image, Rules, ThreadWorker, make_image, make_model
+from runtime_fixtures import Image, Rules, ThreadWorker, collect, make_image, make_model
 
 from ralbuild.contract.bundle import Engine as EngineSizes
 from ralbuild.runtime.app import Api
@@ -64,18 +64,6 @@ def serve(image: Image) -> Iterator[Callable[..., Service]]:
 
 def order(count: int = 30, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> Order:
     return Order(prompt, count, Draw(), 0, **fields)
-
-
-def collect(service: Service, orders: list[Order]) -> list[list[Piece]]:
-    """Submit all and wait for all; pieces by request."""
-    box: Queue[tuple[int, Piece]] = Queue()
-    for number, item in enumerate(orders):
-        service.submit(item, lambda piece, number=number: box.put((number, piece)))
-    out: list[list[Piece]] = [[] for _ in orders]
-    while not all(pieces and (pieces[-1].finish or pieces[-1].error) for pieces in out):
-        number, piece = box.get(timeout=60)
-        out[number].append(piece)
-    return out
 
 
 def text(pieces: list[Piece]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cli_support import MINIMAL, NO_KERNELS, ralbuild
 from model_factory import write_model
+from release_support import free_ports
 
 from benchmarks.image import registry
 
@@ -89,9 +89,7 @@ def bill_of_materials(layout: Path) -> Any:
 def test_an_image_on_it_serves_and_its_bill_of_materials_names_the_distributions_packages(made: Made) -> None:
     model = write_model(made.folder / "model")
     (made.folder / "ral-config.yaml").write_text(MINIMAL + NO_KERNELS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     words = ("--model", model, "--config", "ral-config.yaml", "--base", made.base, "--tag", "on-debian:1")
     for outputs in (("--output", "docker"), ("--output", "oci:layout", "--sbom")):
         done = ralbuild("image", *words, *outputs, cwd=made.folder)

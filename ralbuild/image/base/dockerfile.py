@@ -25,14 +25,13 @@ from ralbuild.image.base.report import Report
 from ralbuild.image.base.targets import BaseTarget, base_target
 from ralbuild.image.base.tree import Facts, proof_program, wheel_list
 from ralbuild.image.context import give_name, new_folder
+from ralbuild.image.oci import DIGEST
+from ralbuild.image.registry.reference import REPOSITORY, TAG
 from ralbuild.pins import load_pins
 from ralbuild.render import render_text
 
-_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _NAMED = re.compile(
-    rf"(?=.{{1,255}}@)(?:[a-zA-Z0-9.-]+(?::[0-9]{{1,5}})?/)?{_PART}(?:/{_PART})*(?::\w[\w.-]{{0,127}})?"
-    r"@sha256:[0-9a-f]{64}",
-    re.ASCII,
+    rf"(?=.{{1,255}}@)(?:[a-zA-Z0-9.-]+(?::[0-9]{{1,5}})?/)?{REPOSITORY}(?::{TAG})?@{DIGEST.pattern}"
 )
 """An image as an engine knows it: also without a registry's name, which `--base` needs."""
 
