@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -338,6 +339,107 @@ def test_stacked_products_equal_separate_ones(dtype: torch.dtype, count: int) ->
     rows = torch.randn(count, 48, dtype=dtype)
     with torch.inference_mode():
         torch.testing.assert_close(product(rows), torch.cat([layer(rows) for layer in layers], -1))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_files_of_two_bytes_give_transformers_tokens_in_float32(
+    family: Path, tmp_path: Path, stored: torch.dtype
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(family, folder)
+    state = load_file(folder / "model.safetensors")
+    save_file({name: item.to(stored) for name, item in state.items()}, folder / "model.safetensors")
+    graph = open_graph(make_image(tmp_path / "root", folder), code_of(family))
+    assert decode_together(graph, PROMPTS, 20) == by_transformers(folder, PROMPTS, 20)
+
+
+BIG, SMALL, MIXED = 3e30, 3e-20, torch.tensor([1.0, 1e-9, 1e4, 1e-30])
+MATRICES = {
+    "plain": lambda draw: draw * 0.03,
+    "one digit below half": lambda draw: draw * 0.01,
+    "beyond float16": lambda draw: draw * 1e6,
+    "huge": lambda draw: draw * BIG,
+    "tiny": lambda draw: draw * SMALL,
+    "subnormal": lambda draw: draw * 1e-39,
+    "rows of every size": lambda draw: draw * MIXED.repeat(6)[:, None],
+    "zeros": lambda draw: draw * 0,
+}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", MATRICES)
+def test_float32_products_are_as_near_to_the_exact_ones_as_torchs(
+    kind: str, stored: torch.dtype, biased: bool
+) -> None:
+    """Whatever the file's type and the matrix's size; the values are float64's."""
+    torch.manual_seed(5)
+    matrix = MATRICES[kind](torch.randn(24, 700)).to(stored)
+    bias = torch.randn(24) * matrix.double().abs().max().nan_to_num(0, 0).float() if biased else None
+    product = Product([matrix], [bias] if bias is not None else [], dtype=torch.float32)
+    with torch.inference_mode():
+        for count in (1, 2, 5, 16, 33):
+            rows = torch.randn(count, 700)
+            exact = rows.double() @ matrix.double().T
+            terms = rows.double().abs() @ matrix.double().abs().T
+            largest = rows.double().abs().sum(1, keepdim=True) * matrix.double().abs().max()
+            if bias is not None:
+                exact, terms = exact + bias.double(), terms + bias.double().abs()
+            if stored == torch.float16 and kind in ("beyond float16", "huge"):
+                assert torch.equal(product(rows).isfinite(), exact.isfinite())  # infinite in the file already
+                continue
+            # A sum of 700 terms in float32, and what an element may lose for its size.
+            allowed = terms * 2**-20 + largest * 2**-24
+            error = (product(rows).double() - exact).abs()
+            assert (error <= allowed + 1e-38).all(), float((error - allowed).max())
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_a_texts_numbers_do_not_depend_on_the_texts_beside_it(stored: torch.dtype) -> None:
+    matrix = (torch.randn(70, 300) * 0.03).to(stored)
+    product = Product([matrix], dtype=torch.float32)
+    rows = torch.randn(200, 300)
+    with torch.inference_mode():
+        together = product(rows)
+        for begin, end in ((0, 1), (0, 7), (13, 16), (50, 199), (199, 200)):
+            assert torch.equal(product(rows[begin:end]), together[begin:end])
+        assert product(rows[:0]).shape == (0, 70)
+
+
+def test_matrices_of_two_byte_files_stay_at_two_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches oneDNN, which keeps four bytes an element, comes from a float32 file."""
+    given: list[torch.Tensor] = []
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(
+        torch.ops.mkldnn,
+        "_reorder_linear_weight",
+        lambda matrix, rows: given.append(matrix) or reorder(matrix, rows),
+    )
+    draws = {dtype: torch.randn(8, 16).to(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+    for draw in draws.values():
+        Product([draw], dtype=torch.float32)
+    Product([draws[torch.bfloat16], draws[torch.float32]], dtype=torch.float32)
+    assert [len(matrix) for matrix in given] == [8, 16]
+    assert torch.equal(given[0], draws[torch.float32])
+
+
+def test_bfloat16_has_few_numbers_of_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN compiles those as well, on processors with instructions for them."""
+    sizes: set[int] = set()
+
+    def count_rows(rows: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.add(rows.shape[0])
+        return nn.functional.linear(rows, *others)
+
+    monkeypatch.setattr("ralbuild.runtime.model.linear.linear", count_rows)
+    matrix = torch.randn(24, 32).bfloat16()
+    product = Product([matrix], dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for count in range(1, 513):
+            rows = torch.randn(count, 32).bfloat16()
+            expected = rows.double() @ matrix.double().T
+            torch.testing.assert_close(product(rows).double(), expected, rtol=0.02, atol=0.05)
+    assert len(sizes) <= 56
 
 
 def test_a_missing_tensor_is_an_error_that_names_it(llama: Path) -> None:

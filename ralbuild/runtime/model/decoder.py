@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -75,12 +76,15 @@ class Decoder:
         self._frequencies = frequencies(spec.rope, spec.dim).to(device)
         self._activation = silu if spec.activation == "silu" else _gelu
         make = _Maker(spec, weights, dtype, widen, device)
-        self._layers: list[_Layer] = []
-        for number in range(spec.layers):
-            self._layers.append(make.layer(number))
-            progress(number + 1, spec.layers + 1)
         self._norm = make.norm("model.norm.weight")
-        self._head = make.product([EMBEDDING if spec.tied else HEAD])
+        self._layers: list[_Layer] = []
+        # Packing is one thread's work for each matrix, and does not hold the interpreter's lock.
+        with ThreadPoolExecutor(torch.get_num_threads() if device is None else 1) as pool:
+            head = pool.submit(make.product, [EMBEDDING if spec.tied else HEAD])  # the largest first
+            for number, layer in enumerate(pool.map(make.layer, range(spec.layers))):
+                self._layers.append(layer)
+                progress(number + 1, spec.layers + 1)
+            self._head = head.result()
         self.shape = KvShape(spec.layers, spec.kv_heads, spec.dim, dtype, device or CPU)
 
     def logits(self, tokens: Tensor, view: View) -> Tensor:

@@ -1,18 +1,20 @@
-"""Matrix products on processors: packed float32, or bfloat16 straight from the mapped file.
+"""Matrix products on processors: packed for float32 rows, or bfloat16 straight from the mapped file.
 
-Float32 on x86 goes through oneDNN with the matrix packed once for its kernels. Measured once on two quiet
-AVX2 cores, each count with a layout of its own: the layers' products of a step of SmolLM2 take 36 ms
-instead of 59 for one text and 52 instead of 97 for eight. On one busy core a lone row is slower packed.
+Float32 rows on x86 meet matrices that are packed once. A step for few texts is bound by the bytes of the
+weights, so matrices whose files hold two bytes an element stay at two: FBGEMM keeps them as float16 and
+widens them in registers, products and sums being float32. A float16 holds a bfloat16's digits but not its
+exponents; `_pack_halves` says what is done about that. Matrices of float32 files go to oneDNN.
 
-A processor without bfloat16 instructions converts every element inside the product: from about 8 rows
-on it is faster to convert the matrix once and multiply in float32, five times so for a prompt of 128
+A processor without bfloat16 instructions converts every element inside a bfloat16 product: from about 8
+rows on it is faster to convert the matrix once and multiply in float32, five times so for a prompt of 128
 tokens. Memory stays at two bytes a weight; one layer's copy lives for one product.
 """
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +42,15 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
+_LEAST_LARGEST, _LARGEST = 0.5, 32768.0
+"""A matrix is scaled unless its largest element lies between: a float16 rounds to 2 ** -25 at worst, and of
+0.5 that is 2 ** -24, as much as a float32 rounds. Its largest number is 65,504."""
+
+
+_FARTHEST = 100
+"""Powers of two that a matrix is scaled by, at most: both ways stay normal numbers of float32."""
+
+
 class Product:
     """``rows @ matrix.T + bias`` for stacked matrices: q, k and v, or gate and up, are one product."""
 
@@ -57,36 +68,37 @@ class Product:
         With ``device`` they become one matrix there: a launch costs more than a copy at the start.
         """
         self.outputs = sum(matrix.shape[0] for matrix in matrices)
-        self._widen = widen
-        self._packed = device is None and dtype == torch.float32 and packs()
-        self._biases: list[Tensor | None] = [bias.to(dtype) for bias in biases] or [None] * len(matrices)
-        if self._packed:
-            stacked = torch.cat([matrix.to(dtype) for matrix in matrices])
-            self._matrices = [torch.ops.mkldnn._reorder_linear_weight(stacked, _PACKED_ROWS)]
-            self._biases = [torch.cat([bias.to(dtype) for bias in biases]) if biases else None]
-        elif device is not None:
-            self._matrices = [torch.cat([matrix.to(device, dtype) for matrix in matrices])]
-            self._biases = [torch.cat([bias.to(device, dtype) for bias in biases]) if biases else None]
-        else:
-            self._matrices = [matrix.to(dtype) for matrix in matrices]  # the mapped bytes, where dtypes agree
+        if device is not None or (dtype == torch.float32 and packs()):
+            matrix = torch.cat([matrix.to(device) for matrix in matrices])
+            bias = torch.cat([bias.to(device, dtype) for bias in biases]) if biases else None
+            if device is not None:
+                self._multiply = _keep(matrix.to(dtype), bias)
+            else:
+                self._multiply = _pack_halves(matrix, bias) or _pack_floats(matrix.float(), bias)
+        else:  # the mapped bytes, where dtypes agree
+            kept: Sequence[Tensor | None] = [bias.to(dtype) for bias in biases] or [None] * len(matrices)
+            parts = [
+                _map(matrix.to(dtype), bias, widen=widen) for matrix, bias in zip(matrices, kept, strict=True)
+            ]
+            self._multiply = _join(parts) if len(parts) > 1 else parts[0]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return [n, out] for [n, in], in the dtype of ``rows``."""
-        if self._packed:
-            packed, bias, count = self._matrices[0], self._biases[0], rows.shape[0]
-            if (more := padded_rows(count) - count) > 0:
-                rows = pad(rows, (0, 0, 0, more))
-            return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")[:count]
-        parts = [
-            _multiply(rows, matrix, bias, widen=self._widen)
-            for matrix, bias in zip(self._matrices, self._biases, strict=True)
-        ]
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        return self._multiply(rows)
 
 
 def packs() -> bool:
-    """Tell whether this torch and processor can pack float32 matrices."""
+    """Tell whether this torch and processor can pack matrices for float32 rows."""
     return platform.machine() in ("x86_64", "AMD64") and bool(torch.backends.mkldnn.is_available())
+
+
+def packs_halves() -> bool:
+    """Tell whether this torch and processor multiply float32 rows with float16 matrices."""
+    return (
+        packs()
+        and torch.backends.quantized.engine in ("x86", "fbgemm")
+        and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    )
 
 
 class WideLinear(nn.Linear):  # type: ignore[misc] # torch is untyped to us
@@ -94,7 +106,7 @@ class WideLinear(nn.Linear):  # type: ignore[misc] # torch is untyped to us
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return [..., out] for [..., in], in the dtype of ``rows``."""
-        return _multiply(rows, self.weight, self.bias, widen=True)
+        return _widened(rows, self.weight, self.bias)
 
 
 def widen_linears(model: nn.Module) -> None:
@@ -104,7 +116,71 @@ def widen_linears(model: nn.Module) -> None:
             module.__class__ = WideLinear
 
 
-def _multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None, *, widen: bool) -> Tensor:
-    if not widen or rows.numel() < MANY_ROWS * matrix.shape[1]:
+_Multiply = Callable[[Tensor], Tensor]
+
+
+def _pack_halves(matrix: Tensor, bias: Tensor | None) -> _Multiply | None:
+    """Pack a float16 or bfloat16 matrix as float16; None when that is not possible.
+
+    A float16 file is kept exactly. Of a bfloat16 one, elements below 2 ** -14 can lose digits: it is scaled
+    by a power of two where needed, so that an element loses at most 2 ** -24 of the largest one. A row's
+    result does not depend on how many rows there are.
+    """
+    if matrix.dtype not in (torch.float16, torch.bfloat16) or not packs_halves():
+        return None
+    largest = float(matrix.abs().max())
+    if not math.isfinite(largest):
+        return None
+    shift = 0
+    if matrix.dtype == torch.bfloat16 and largest and not _LEAST_LARGEST <= largest <= _LARGEST:
+        shift = 14 - math.frexp(largest)[1]
+    if abs(shift) > _FARTHEST:
+        return None
+    if not shift:
+        packed = torch.ops.quantized.linear_prepack_fp16(matrix.float(), bias)
+        return lambda rows: torch.ops.quantized.linear_dynamic_fp16(rows, packed)
+    # A power of two moves no digit, and the bias is added where nothing is scaled.
+    packed = torch.ops.quantized.linear_prepack_fp16(matrix.float().mul_(2.0**shift), None)
+    back = 2.0**-shift
+    if bias is None:
+        return lambda rows: torch.ops.quantized.linear_dynamic_fp16(rows, packed).mul_(back)
+    return lambda rows: torch.add(bias, torch.ops.quantized.linear_dynamic_fp16(rows, packed), alpha=back)
+
+
+def _pack_floats(matrix: Tensor, bias: Tensor | None) -> _Multiply:
+    packed = torch.ops.mkldnn._reorder_linear_weight(matrix, _PACKED_ROWS)
+
+    def multiply(rows: Tensor) -> Tensor:
+        found = torch.ops.mkldnn._linear_pointwise(_fill_up(rows), packed, bias, "none", [], "")
+        return found[: rows.shape[0]]
+
+    return multiply
+
+
+def _keep(matrix: Tensor, bias: Tensor | None) -> _Multiply:
+    return lambda rows: linear(rows, matrix, bias)
+
+
+def _map(matrix: Tensor, bias: Tensor | None, *, widen: bool) -> _Multiply:
+    """Return the product with a matrix that stays where it lies."""
+    if widen:
+        return lambda rows: _widened(rows, matrix, bias)
+    if matrix.dtype == torch.bfloat16:  # oneDNN's too, where the processor has instructions for it
+        return lambda rows: linear(_fill_up(rows), matrix, bias)[: rows.shape[0]]
+    return _keep(matrix, bias)
+
+
+def _join(parts: Sequence[_Multiply]) -> _Multiply:
+    return lambda rows: torch.cat([part(rows) for part in parts], -1)
+
+
+def _fill_up(rows: Tensor) -> Tensor:
+    """Add rows of zeros up to `padded_rows`."""
+    more = padded_rows(rows.shape[0]) - rows.shape[0]
+    return pad(rows, (0, 0, 0, more)) if more else rows
+
+
+def _widened(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    if rows.numel() < MANY_ROWS * matrix.shape[1]:
         return linear(rows, matrix, bias)
     return linear(rows.float(), matrix.float(), None if bias is None else bias.float()).to(rows.dtype)
