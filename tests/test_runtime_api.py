@@ -362,6 +362,27 @@ def test_refusals_have_the_status_and_openai_s_shape(
     assert {"message", "type", "param", "code"} <= body["error"].keys()
 
 
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("http://proxy.example/v1/models", 200),
+        ("HTTP://proxy.example:8000/v1/models?x=1", 200),
+        ("http://proxy.example", 404),
+        ("http://proxy.example/v1/models/a%3Fb", 404),
+        ("ftp://proxy.example/v1/models", 404),
+    ],
+)
+def test_a_target_may_be_written_as_for_a_proxy(runtime: Runtime, target: str, expected: int) -> None:
+    """RFC 9112, 3.2.2: a server must accept the absolute form."""
+    address = urlsplit(runtime.url)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=30)
+    connection.putrequest("GET", target)
+    connection.endheaders()
+    reply = connection.getresponse()
+    assert (reply.status, b'"object"' in reply.read()) == (expected, expected == 200)
+    connection.close()
+
+
 def test_the_right_input_length_is_accepted(runtime: Runtime) -> None:
     assert say(runtime, {"x-ral-input-length": str(len(ASKED))}, max_tokens=1) != ""
 

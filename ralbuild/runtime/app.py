@@ -83,6 +83,7 @@ class Api:
         """Answer one request; adds its id, counts it and logs one line without its text."""
         if scope["type"] != "http":
             return
+        scope = {**scope, "path": _origin_form(scope["path"])}
         exchange = _Exchange(scope, send, self.lifecycle.draining)
         posted = scope["method"] == "POST"
         self.in_flight += posted
@@ -245,6 +246,14 @@ class _Generate:
 
 def _with_events(rules: list[dict[str, Any]], counts: dict[str, float]) -> list[dict[str, Any]]:
     return [rule | {"events": int(counts.get(str(rule["id"]), 0))} for rule in rules]
+
+
+def _origin_form(path: str) -> str:
+    """Return the path of a target that is written as for a proxy, `http://host/path` (RFC 9112, 3.2.2)."""
+    scheme, found, rest = path.partition("://")
+    if not found or scheme.lower() not in ("http", "https"):
+        return path
+    return "/" + rest.partition("/")[2]
 
 
 def _authorization(scope: Scope) -> str | None:

@@ -189,10 +189,10 @@ def _load_model(settings: Settings, lifecycle: Lifecycle, checked: Checked, text
     from ralbuild.runtime.model.lean import import_torch
 
     plain = _model_config(checked)
-    _require_memory(checked)
     spec = read_spec(plain)
     if not isinstance(spec, str):
         import_torch()
+    from ralbuild.runtime.model.linear import packs_halves
     from ralbuild.runtime.model.weights import (
         DTYPES,
         load_decoder,
@@ -201,6 +201,7 @@ def _load_model(settings: Settings, lifecycle: Lifecycle, checked: Checked, text
         read_weights,
     )
 
+    _require_memory(checked, halves=not isinstance(spec, str) and packs_halves())
     text.result()  # a bundle that cannot run is refused before the weights are read
     threads = settings.threads or usable_cpus()
     prepare_torch(threads)
@@ -237,8 +238,11 @@ def _model_config(checked: Checked) -> dict[str, Any]:
     return plain
 
 
-def _require_memory(checked: Checked) -> None:
+def _require_memory(checked: Checked, *, halves: bool) -> None:
+    """Refuse weights that do not fit; with ``halves`` those of two bytes in the file keep them."""
     needed = checked.manifest.parameters * _ITEM_BYTES[checked.bundle.engine.dtype]
+    if halves:
+        needed = min(needed, sum(path.stat().st_size for path in checked.weights))
     free = available_memory()
     if needed > free:
         message = f"the weights need {needed >> 20} MiB, {free >> 20} MiB are free"
