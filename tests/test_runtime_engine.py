@@ -106,6 +106,26 @@ def test_short_prompts_answer_before_a_long_one_is_read_and_the_long_one_goes_on
     assert ended[3] == "long"
 
 
+def test_a_pass_reads_whole_prompts_beside_the_oldest_one(serve: Callable[..., Service]) -> None:
+    """Part of a prompt answers nobody, and makes those wait whose prompts end in the same pass."""
+    service = serve()
+    passes: list[list[tuple[int, bool]]] = []
+    advance = service.engine._graph.advance
+
+    def watch(reads: Any, lanes: Any) -> Any:
+        passes.append([(len(read.tokens), read.last) for read in reads])
+        return advance(reads, lanes)
+
+    service.engine._graph.advance = watch  # type: ignore[method-assign]
+    ended: Queue[Piece] = Queue()
+    with service.engine._wake:  # all are there before the first is read
+        for count in (50, 30, 20, 25):
+            service.submit(order(1, prompt=tuple(range(20, 20 + count))), ended.put)
+    assert all(ended.get(timeout=60).finish for _ in range(4))
+    # 64 tokens a pass: half for the oldest, then the shortest; what is too little for the next is the oldest's.
+    assert passes == [[(44, False), (20, True)], [(6, True), (25, True), (30, True)]]
+
+
 def test_a_small_cache_makes_requests_wait_and_none_fail(serve: Callable[..., Service]) -> None:
     roomy, tight = serve(), serve()
     # One full-length text fits, two do not.

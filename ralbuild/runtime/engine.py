@@ -20,8 +20,11 @@ from ralbuild.runtime.metrics import Metrics
 from ralbuild.runtime.orders import Order, Piece
 from ralbuild.runtime.text import TextStream
 
-ALONE, SHARED = 512, 128
-"""Prompt tokens read in one go on a CPU: by a text with nobody beside it, and by all that share a pass."""
+ALONE, SHARED = 512, 64
+"""Prompt tokens read in one go on a CPU: by a text with nobody beside it, and by all that share a pass.
+
+A pass costs about 8 tokens more than its own (SmolLM2, two AVX2 cores): with 64 a tenth is lost, and of
+eight questions that come together the mean first token comes a quarter sooner than with 128."""
 
 
 class Generation:
@@ -219,8 +222,9 @@ class Engine:
     def _next_reads(self) -> list[tuple[Generation, Read[Any]]]:
         """Return what is read of the prompts now.
 
-        The one that waits longest gets half of the budget, or more when there is no use for it; the others
-        come shortest first. So a short prompt does not wait for a long one, and none is starved.
+        The one that waits longest gets half of the budget, or more when there is no use for it; the shortest
+        of the others comes next, then more that fit whole: part of a prompt answers nobody. So a short prompt
+        does not wait for a long one, and none is starved.
         """
         if not self._reading:
             return []
@@ -230,9 +234,10 @@ class Engine:
         budget = shared if self._running or others else alone
         shares = {first: min(left[first], budget if not others else budget // 2)}
         for generation in sorted(others, key=left.__getitem__):
-            share = min(left[generation], budget - sum(shares.values()))
-            if share:
-                shares[generation] = share
+            room = budget - sum(shares.values())
+            if left[generation] > room and len(shares) > 1:
+                break
+            shares[generation] = min(left[generation], room)
         shares[first] += min(left[first] - shares[first], budget - sum(shares.values()))
         reads = []
         for generation, share in shares.items():
