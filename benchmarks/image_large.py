@@ -11,8 +11,9 @@ The last line of ``--json`` is one object:
 - ``rule_change_bytes``: most bytes that one of ours sent.
 - ``docker_seconds``, ``ours_seconds``: every round's.
 
-Needs root, a docker engine (``DOCKER_HOST``), Debian's docker-registry, and room for the weights four times: as
-files, as docker's layers, and in the registry as each tool pushes them. Docker's first push takes 40 s a GB.
+Needs root, a docker engine (``DOCKER_HOST``), Debian's docker-registry, and room for the weights four times:
+as files, as docker's layers, and in the registry as each tool pushes them. Docker's first push takes 40 s
+a GB.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    # Half of a short command is imports, whose objects all stay: looking for garbage among them takes a fifth.
+    # Imports are most of a short command, and their objects all stay: there is no garbage to look for.
     gc.set_threshold(_GARBAGE)
     arguments = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
