@@ -132,8 +132,8 @@ class SimulatedDriver(Driver):
 
     stub: ClassVar[Stub]
 
-    def __init__(self) -> None:
-        super().__init__(library=self.stub.path)
+    def __init__(self, meet: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__(library=self.stub.path, meet=meet)
         self._entries: dict[int, str] = {}
         self._sessions: dict[tuple[str, int, bytes], Session] = {}
 

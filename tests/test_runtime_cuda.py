@@ -93,6 +93,7 @@ def c_type(declared: str) -> Any:
         "CUdeviceptr": ctypes.c_uint64,
         "size_t": ctypes.c_size_t,
         "char *": ctypes.c_char_p,
+        "CUuuid": abi.Uuid,
     }
     if plain in known:
         return known[plain]

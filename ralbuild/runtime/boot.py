@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,13 @@ class _TextParts:
     template: TemplateProcess | None
 
 
-def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
+def boot(
+    settings: Settings, lifecycle: Lifecycle, metrics: Metrics, meet: Callable[[str], None] = lambda _: None
+) -> Service:
     """Check, load, test and start; the decode loop runs when this returns.
+
+    Args:
+        meet: told the UUID of the GPU that is used, before anything is taken of it.
 
     Raises:
         StartError: of the class that says what is wrong.
@@ -66,8 +72,11 @@ def boot(settings: Settings, lifecycle: Lifecycle, metrics: Metrics) -> Service:
     with ThreadPoolExecutor(3) as pool:
         text = pool.submit(_load_text, checked)
         hashed = pool.submit(hash_weights, checked, hashes)
-        load = _load_cuda if bundle.target == "cuda" else _load_cpu
-        graph = load(settings, lifecycle, checked, text)
+        graph: DecodeGraph | CudaGraph
+        if bundle.target == "cuda":
+            graph = _load_cuda(lifecycle, checked, text, meet)
+        else:
+            graph = _load_cpu(settings, lifecycle, checked, text)
         hashed.result()
     parts = text.result()
     from ralbuild.runtime.engine import ALONE, SHARED, Engine
@@ -107,7 +116,7 @@ def _load_cpu(
 
 
 def _load_cuda(
-    _settings: Settings, lifecycle: Lifecycle, checked: Checked, text: Future[_TextParts]
+    lifecycle: Lifecycle, checked: Checked, text: Future[_TextParts], meet: Callable[[str], None]
 ) -> CudaGraph:
     """Load the model onto the GPU, capture the graphs and test them."""
     plain = _model_config(checked)
@@ -115,7 +124,7 @@ def _load_cuda(
     from ralbuild.runtime.cuda.patch import choose_objects
 
     # Before torch, which would initialise the driver as the environment says.
-    driver = Driver()
+    driver = Driver(meet=meet)
     choose_objects(checked.bundle.kernels, checked.bundle.patch, driver.capability)
     from ralbuild.runtime.model.lean import import_torch
 

@@ -124,6 +124,12 @@ class ServerMetrics:
         self.memory = Gauge(
             "ralbuild_memory_bytes", "Resident bytes by kind, from /proc.", ["kind"], registry=registry
         )
+        self.gpu_memory = Gauge(
+            "ralbuild_gpu_memory_bytes",
+            "Bytes of the worker's GPU by kind, from NVML; worker: of its process, where the driver says it.",
+            ["uuid", "kind"],
+            registry=registry,
+        )
         self.zeroed = Gauge("container_cuda_mem_advise_zeroed_bytes", _ZEROED_HELP, registry=registry)
         self.unloads = Counter("ralbuild_unloads", "Times the memory was released.", registry=registry)
         self.restarts = Counter(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ralbuild.runtime import errors
 from ralbuild.runtime.errors import ApiError, StartError, WorkerLostError
 from ralbuild.runtime.exposition import ServerMetrics
+from ralbuild.runtime.gpu_memory import GpuMemory
 from ralbuild.runtime.lifecycle import RESTARTING, UNLOADED, Lifecycle
 from ralbuild.runtime.log import log_event
 from ralbuild.runtime.memory import own_resident
@@ -71,6 +72,12 @@ class Supervisor:
         self._last_ready = 0.0
         self._deaths = Deaths()
         self._baseline = 0
+        self._gpu: GpuMemory | None = None
+        """The device of the workers, once one has said which."""
+        self._gpu_now: Mapping[str, int] = {}
+        self._gpu_reading: asyncio.Future[Mapping[str, int]] | None = None
+        self._gpu_released = self._gpu_rest = 0
+        """Bytes that the last unload released, and those in use on the device after it."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
@@ -137,7 +144,7 @@ class Supervisor:
     # -- memory
 
     async def unload(self) -> int:
-        """End the worker once nothing runs in it; return the bytes that this released.
+        """End the worker once nothing runs in it; return the bytes that this released, a GPU's among them.
 
         Requests that come meanwhile wait, and wake the next worker.
 
@@ -145,7 +152,7 @@ class Supervisor:
             ApiError: 503 while a worker starts.
         """
         if self._lifecycle.stage == UNLOADED:
-            return self._released
+            return self._released + self._gpu_released
         if self._writer is None or self._unloading:
             message = f"the model is in stage {self._lifecycle.stage}"
             raise ApiError(503, "model_loading", message, retry_after=2)
@@ -153,7 +160,7 @@ class Supervisor:
         self._changed.set()
         while self._unloading:  # `_watch_idle` ends the worker once nothing runs, then `_keep` rests
             await self._change()
-        return self._released
+        return self._released + self._gpu_released
 
     async def load(self) -> None:
         """Wake the worker and wait until it is ready; raises ApiError 503 when it does not get there."""
@@ -173,14 +180,18 @@ class Supervisor:
             self._metrics.memory.labels(f"worker_{kind}").set(size)
         self._metrics.memory.labels("supervisor").set(own_resident())
         self._metrics.memory.labels("supervisor_baseline").set(self._baseline)
-        back = self._released if self._writer is not None else sum(found.values())
-        self._metrics.zeroed.set(max(self._released - back, 0))
+        zeroed = 0
+        if self._writer is None:
+            taken = max(self._gpu_now.get("used", 0) - self._gpu_rest, 0)
+            zeroed = max(self._released - sum(found.values()), 0) + max(self._gpu_released - taken, 0)
+        self._metrics.zeroed.set(zeroed)
         self._metrics.held.set(self.pending)
         self._metrics.loaded.set(self._writer is not None)
         self._metrics.ready.set(self._lifecycle.ready)
 
     async def refresh(self) -> None:
         """Fetch the worker's series; keeps the last ones when it does not answer in time."""
+        await self._measure_gpu()
         self.measure()
         if self._writer is None:
             return
@@ -189,6 +200,33 @@ class Supervisor:
             self._writer.write(pack({"do": "series"}))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._series), _SERIES_SECONDS)
+
+    async def _measure_gpu(self) -> Mapping[str, int]:
+        """Set the gauges of the device's memory; there are none while its driver does not answer."""
+        if self._gpu is None:
+            return {}
+        if self._gpu_reading is None or self._gpu_reading.done():
+            process = self._worker.pid if self._worker is not None else None
+            self._gpu_reading = asyncio.ensure_future(asyncio.to_thread(self._gpu.read, process))
+        try:
+            found = await asyncio.wait_for(asyncio.shield(self._gpu_reading), _SERIES_SECONDS)
+        except TimeoutError:
+            found = {}
+        self._gpu_now = found
+        self._metrics.gpu_memory.clear()
+        for kind, size in found.items():
+            self._metrics.gpu_memory.labels(self._gpu.uuid, kind).set(size)
+        return found
+
+    async def _compare_gpu(self) -> None:
+        """Note what the end of a worker released on its device."""
+        if self._gpu is None:
+            return
+        loaded = self._gpu_now.get("used", -1)
+        now = (await self._measure_gpu()).get("used", -1)
+        self._gpu_rest = max(now, 0)
+        self._gpu_released = max(loaded - now, 0) if now >= 0 else 0
+        log_event("gpu released", device=self._gpu.uuid, before=self._gpu.before, loaded=loaded, now=now)
 
     # -- the worker's life
 
@@ -259,6 +297,7 @@ class Supervisor:
 
     async def _rest(self) -> None:
         """The worker was ended on purpose: wait until somebody needs it."""
+        await self._compare_gpu()
         self._lifecycle.move(UNLOADED, 0)
         self._unloading = False
         self._metrics.unloads.inc()
@@ -300,6 +339,9 @@ class Supervisor:
                 if message["stage"] != self._lifecycle.stage:
                     self._lifecycle.enter(message["stage"])
                 self._lifecycle.move(message["stage"], message["percent"])
+            case "device":
+                if self._gpu is None or self._gpu.uuid != message["uuid"]:
+                    self._gpu = GpuMemory(message["uuid"], message["used"])
             case "refused":
                 kind: type[StartError] = getattr(errors, message["error"])
                 self._lifecycle.failure = kind(

@@ -203,7 +203,12 @@ def _load(line: _Line, settings: Settings) -> Service:
     def tell(stage: str, percent: int) -> None:
         line.say({"say": "stage", "stage": stage, "percent": percent})
 
-    return boot(settings, Lifecycle(tell), Metrics(__version__))
+    def meet(uuid: str) -> None:
+        from ralbuild.runtime.gpu_memory import used_bytes
+
+        line.say({"say": "device", "uuid": uuid, "used": used_bytes(uuid)})
+
+    return boot(settings, Lifecycle(tell), Metrics(__version__), meet)
 
 
 def run(arguments: list[str]) -> Any:

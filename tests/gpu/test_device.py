@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -118,6 +119,11 @@ def test_an_unload_gives_the_device_back(image: Image, tmp_path: Path) -> None:
         print(f"MiB before {before}, loaded {loaded}, unloaded {unloaded}")
         assert loaded > before
         assert unloaded - before <= 5
+        told = re.search(
+            r'ralbuild_gpu_memory_bytes{kind="used".*} (\S+)', runtime.get("/metrics")[1].decode()
+        )
+        assert told is not None
+        assert abs(float(told[1]) / 2**20 - unloaded) <= 5
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
         assert runtime.post("/v1/chat/completions", body)[0] == 200
     finally:

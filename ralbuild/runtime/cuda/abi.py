@@ -7,7 +7,7 @@ Names are those that ``cuda.h`` of CUDA 12.2 maps its functions to (``cuMemAlloc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any, Final
 
 SUCCESS: Final = 0
@@ -29,6 +29,9 @@ PARAM_BUFFER_SIZE: Final = 2
 
 _HANDLE = c_void_p
 
+Uuid = c_char * 16
+"""``CUuuid``."""
+
 SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
@@ -36,6 +39,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetUuid_v2": (POINTER(Uuid), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(_HANDLE), c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxSetCurrent": (_HANDLE,),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import uuid
+from collections.abc import Callable
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any, NewType
 
@@ -35,12 +37,15 @@ class Driver:
     The context is current in the thread that made this object; another thread calls `use` first.
     """
 
-    def __init__(self, device: int = 0, library: str = LIBRARY) -> None:
+    def __init__(
+        self, device: int = 0, library: str = LIBRARY, meet: Callable[[str], None] = lambda _: None
+    ) -> None:
         """Open the driver with just-in-time compilation off.
 
         Args:
             device: number of the device among the visible ones.
             library: name or path of the driver library.
+            meet: told the device's UUID, as NVML writes it, before the context takes memory of it.
 
         Raises:
             HostUnfitError: when there is no driver, or one that is too old.
@@ -64,6 +69,7 @@ class Driver:
             self._attribute(abi.COMPUTE_CAPABILITY_MAJOR),
             self._attribute(abi.COMPUTE_CAPABILITY_MINOR),
         )
+        meet(self._uuid())
         self._call("cuDevicePrimaryCtxRetain", byref(context), self._device, wanted=f"device {device}")
         self._context = context.value
         self.use()
@@ -151,6 +157,12 @@ class Driver:
         status = c_int()
         self._call("cuStreamIsCapturing", stream, byref(status))
         return status.value == abi.CAPTURE_ACTIVE
+
+    def _uuid(self) -> str:
+        """Return the device's UUID; an instance of a partitioned GPU has one of its own."""
+        found = abi.Uuid()
+        self._call("cuDeviceGetUuid_v2", byref(found), self._device)
+        return f"GPU-{uuid.UUID(bytes=found.raw)}"
 
     def _attribute(self, attribute: int) -> int:
         value = c_int()
