@@ -64,10 +64,20 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"see `{self.prog} --help`")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+def program() -> NoReturn:
+    """Run the command of this process and end it."""
     # Imports are most of a short command, and their objects all stay: there is no garbage to look for.
     gc.set_threshold(_GARBAGE)
+    # No command multiplies matrices; NumPy's library for that would start a thread for every processor.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    try:
+        sys.exit(main())
+    finally:
+        gc.freeze()  # the interpreter's end would go through all that was imported, several times
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -147,4 +157,4 @@ def _printable(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()
