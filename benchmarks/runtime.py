@@ -35,6 +35,7 @@ PARTS = ("start", "speed", "rules", "ways")
 SERVED = "bench"
 WORDS = ("risk", "market", "bank", "loan", "the", "and", "garden", "history", "number", "company")
 """Terms that do occur; further ones are made up and only fill the table."""
+HEALTH_STARTS = 12
 PEERS = {
     "bfloat16": ("--dtype", "bfloat16"),
     "float32": ("--dtype", "float32"),
@@ -112,6 +113,17 @@ class Bench:
                     found[f"{name}, no bytecode"] = [_start_once(start, bare)]
         # The first start of each brings its files into memory and is not counted.
         return {name: statistics.median(times[1:] or times) for name, times in found.items()}
+
+    def health(self) -> float:
+        """Return seconds from a start of ours to an answer of /health; the first is not counted."""
+        times = []
+        for _ in range(HEALTH_STARTS + 1):
+            server = self.ours(10)
+            try:
+                times.append(server.wait_health())
+            finally:
+                server.close()
+        return statistics.median(times[1:])
 
     def speeds(self) -> dict[str, dict[int, list[Round]]]:
         """Return rounds by server and number of clients; ours and every mode of the other, in turn."""
@@ -202,6 +214,7 @@ def start_part(bench: Bench) -> dict[str, Any]:
     return {
         "cold_start_ratio": starts["transformers serve"] / starts["ralbuild"],
         "cold_start_bare_ratio": starts["transformers serve, no bytecode"] / starts["ralbuild"],
+        "health_s": bench.health(),
         "cold_start": starts,
     }
 

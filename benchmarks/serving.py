@@ -85,6 +85,20 @@ class Server:
                 time.sleep(0.05)
         raise SystemExit(f"the server ended:\n{self._path.read_text()[-2000:]}")
 
+    def wait_health(self) -> float:
+        """Ask for /health until it answers with 200; return the seconds from the process's start."""
+        while self._process.poll() is None:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+            try:
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return time.perf_counter() - self.began
+            except OSError:
+                time.sleep(0.001)
+            finally:
+                connection.close()
+        raise SystemExit(f"the server ended:\n{self._path.read_text()[-2000:]}")
+
     def ask(self, question: str, tokens: int) -> Answer:
         """Stream one greedy answer.
 
