@@ -33,6 +33,7 @@ def test_every_mistake_is_reported_in_one_run_at_its_place(path: Path) -> None:
     for place, wording in expected:
         assert any(place == at and wording in message for at, message in found), (place, wording, found)
     assert len(found) == len(expected), found
+    assert not [item for item in caught.value.problems if not item.hint], "what to do about it is missing"
     assert caught.value.exit_code == 2
 
 

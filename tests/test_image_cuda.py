@@ -13,10 +13,12 @@ from queue import Queue
 
 import cuda_stub
 import pytest
-from cli_support import ralbuild, write_fake_base
+import torch
+from cli_support import NO_KERNELS, ralbuild, write_fake_base
 from cuda_device import know, on_device
 from cuda_stub import Stub
 from runtime_fixtures import make_model
+from safetensors.torch import load_file, save_file
 
 from ralbuild.contract import places
 from ralbuild.contract.bundle import read_bundle
@@ -118,6 +120,26 @@ def test_labels_say_before_a_pull_what_a_host_needs(built: Built) -> None:
     # 2 layers, 2 key heads of 16 and as many values, 256 positions a row, 2 rows, 4 bytes; and the weights.
     parameters = int(labels["io.ralbuild.model.parameters"])
     assert int(labels["io.ralbuild.cuda.memory"]) == 4 * parameters + 2 * 256 * 2 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("stored", "bytes_each"), [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)]
+)
+def test_an_image_for_processors_says_that_two_bytes_stay_two(
+    tmp_path: Path, stored: torch.dtype, bytes_each: int
+) -> None:
+    """Computed in float32 all three; `ralbuild.runtime.model.linear` has why."""
+    make_model(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    save_file({name: item.to(stored) for name, item in load_file(weights).items()}, weights, {"format": "pt"})
+    write_fake_base(tmp_path / "base")
+    (tmp_path / "ral-config.yaml").write_text(f'version: "0.3"\nmodel: tiny\nmax_seq_len: 200\n{NO_KERNELS}')
+    done = ralbuild("image", "--model", "model", "--base", "oci:base", cwd=tmp_path)
+    assert done.code == 0, done.err
+    labels = Built(tmp_path, done.err).config()["Labels"]
+    assert labels["io.ralbuild.dtype"] == "float32"
+    elements = bytes_each * int(labels["io.ralbuild.model.parameters"])
+    assert elements <= int(labels["io.ralbuild.weights.memory"]) <= elements + 4096  # a file has a header
 
 
 def test_the_driver_is_told_to_compile_nothing(built: Built) -> None:

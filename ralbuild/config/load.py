@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ralbuild.config.model import (
@@ -37,6 +38,8 @@ M = TypeVar("M", bound=BaseModel)
 
 LISTENING_KEYS = ("endpoint", "host", "port")
 LISTENING_REASON = "rules listen on nothing; the model service does, on port 8000 of the container"
+
+_MAY_READ = "make it readable for the user who runs ralbuild"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ def load_config(path: Path) -> LoadedConfig:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", place=str(path)) from None
+        raise ConfigError(f"cannot be read: {error.strerror}", place=str(path), hint=_MAY_READ) from None
     document = read_yaml(data, path.name)
     if document.problems:
         raise ConfigError.of(document.problems)
@@ -223,7 +226,10 @@ class _Loader:
             at: KeyPath = ("postprocessing", "output_transformers", index)
             if item.name in names:
                 place = self.document.place((*at, "name"))
-                self.problems.append(Problem(f"output transformer {item.name!r} is listed twice", place))
+                hint = "put all of its settings into one entry"
+                self.problems.append(
+                    Problem(f"output transformer {item.name!r} is listed twice", place, hint)
+                )
                 continue
             names.add(item.name)
             kernel = self._user_kernel(item, at)
@@ -246,7 +252,7 @@ class _Loader:
                 return None
             source = path.read_bytes()
         except OSError as error:
-            self.problems.append(Problem(f"cannot be read: {error.strerror}", str(path)))
+            self.problems.append(Problem(f"cannot be read: {error.strerror}", str(path), _MAY_READ))
             return None
         if not re.search(rb"^\s*def\s+" + name.encode() + rb"_kernel\s*\(", source, re.MULTILINE):
             return None
@@ -269,7 +275,7 @@ def check(kind: type[M], value: Any, document: Document, at: KeyPath = ()) -> tu
         return None, [_problem(kind, item, document, at) for item in error.errors(include_url=False)]
 
 
-def read_checked(kind: type[M], path: Path, hint: str = "") -> tuple[M, Document]:
+def read_checked(kind: type[M], path: Path, hint: str = _MAY_READ) -> tuple[M, Document]:
     """Read a file that is one ``kind`` and names nothing else; return it and where its parts stand.
 
     Raises:
@@ -297,9 +303,11 @@ def _problem(kind: type[BaseModel], item: ErrorDetails, document: Document, at: 
     if item["type"] == "extra_forbidden":
         return _unknown_key(kind, loc, place)
     if item["type"] == "missing":
-        return Problem(f"{_dotted(path[:-1]) or 'the file'} lacks the key {path[-1]!r}", place)
+        wanted = _meaning(kind, loc) or f"add the key {path[-1]!r}"
+        return Problem(f"{_dotted(path[:-1]) or 'the file'} lacks the key {path[-1]!r}", place, wanted)
     name = _dotted(path) or "the file"
-    return Problem(f"{name}: {_wording(item)}", place, _quoting_hint(item))
+    hint = _quoting_hint(item) or _meaning(kind, loc) or "`ralbuild schema --markdown` describes every key"
+    return Problem(f"{name}: {_wording(item)}", place, hint)
 
 
 def _unknown_key(kind: type[BaseModel], loc: KeyPath, place: str) -> Problem:
@@ -319,6 +327,19 @@ def _dotted(path: KeyPath) -> str:
 
 def _field_names(kind: type[BaseModel], loc: KeyPath) -> list[str]:
     """Return the key names that the mapping at ``loc`` below ``kind`` may have."""
+    return list(_fields_at(kind, loc))
+
+
+def _meaning(kind: type[BaseModel], loc: KeyPath) -> str:
+    """Return what the key at ``loc``, or above it in a list, is for; empty for what has no key of its own."""
+    while loc and isinstance(loc[-1], int):
+        loc = loc[:-1]
+    field = _fields_at(kind, loc[:-1]).get(str(loc[-1])) if loc else None
+    return f"{loc[-1]}: {field.description}" if field is not None and field.description else ""
+
+
+def _fields_at(kind: type[BaseModel], loc: KeyPath) -> dict[str, FieldInfo]:
+    """Return the fields, by key, of the mapping at ``loc`` below ``kind``; empty for what is none."""
     here: Any = kind
     for part in loc:
         if isinstance(here, type) and issubclass(here, BaseModel):
@@ -329,8 +350,8 @@ def _field_names(kind: type[BaseModel], loc: KeyPath) -> list[str]:
         else:  # a list or dict of models: its last type argument is the item's type
             here = typing.get_args(here)[-1] if typing.get_args(here) else None
     if isinstance(here, type) and issubclass(here, BaseModel):
-        return [field.alias or name for name, field in here.model_fields.items()]
-    return []
+        return {field.alias or name: field for name, field in here.model_fields.items()}
+    return {}
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

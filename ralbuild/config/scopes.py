@@ -58,7 +58,8 @@ def _span_problems(
         if span.name in known or span.name in ("all", "outside"):
             yield Problem(f"the span name {span.name!r} is taken", place, "give each span a name of its own")
         if span.begins == "inside" and opened:
-            yield Problem(f"a text cannot begin inside both {opened[0]!r} and {span.name!r}", place)
+            hint = "take `begins: inside` from one of them"
+            yield Problem(f"a text cannot begin inside both {opened[0]!r} and {span.name!r}", place, hint)
         known.add(span.name)
         opened += [span.name] * (span.begins == "inside")
 

@@ -25,6 +25,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _INT = re.compile(r"-?(0|[1-9][0-9]*)\Z")
 _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?\Z")
+_LOOK = "look at the quotes, brackets and indents before that place"
 _WORDS: dict[str, Any] = {"": None, "null": None, "~": None, "true": True, "false": False}
 
 
@@ -58,7 +59,8 @@ def read_yaml(data: bytes, name: str) -> Document:
     document = Document()
     problem = document.problems.append
     if len(data) > MAX_BYTES:
-        problem(Problem(f"the file has more than {MAX_BYTES} bytes", name))
+        hint = "shorten its lists: a config of that size holds some 50,000 terms"
+        problem(Problem(f"the file has more than {MAX_BYTES} bytes", name, hint))
         return document
     try:
         text = data.decode("utf-8-sig")
@@ -70,10 +72,11 @@ def read_yaml(data: bytes, name: str) -> Document:
             return document
         root = yaml.compose(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as error:
-        problem(Problem(f"not YAML: {error.problem or error.context}", _at(name, error.problem_mark)))
+        what = error.problem or error.context
+        problem(Problem(f"not YAML: {what}", _at(name, error.problem_mark), _LOOK))
         return document
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        problem(Problem(f"not YAML: {str(error).splitlines()[0]}", name))
+        problem(Problem(f"not YAML: {str(error).splitlines()[0]}", name, _LOOK))
         return document
     if root is None:
         problem(Problem("the file is empty", name, "run `ralbuild init` for a config to start from"))
@@ -102,12 +105,14 @@ def _check_events(text: str, name: str, document: Document) -> bool:
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:
-                document.problems.append(Problem("a second document starts here; only one is read", at))
+                message = "a second document starts here; only one is read"
+                document.problems.append(Problem(message, at, "remove the line `---`"))
                 return False
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
-                document.problems.append(Problem(f"nested more than {MAX_DEPTH} levels deep", at))
+                message = f"nested more than {MAX_DEPTH} levels deep"
+                document.problems.append(Problem(message, at, "no key needs a third of that"))
                 return False
         if isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
@@ -136,7 +141,7 @@ class _Reader:
         for key_node, value_node in node.value:
             at = _at(self.name, key_node.start_mark)
             if not isinstance(key_node, yaml.ScalarNode):
-                self._problem("a key must be text", at)
+                self._problem("a key must be text", at, "write it as `name: value`")
                 continue
             key = key_node.value
             if not key_node.style and key == "<<":
@@ -144,7 +149,8 @@ class _Reader:
                 continue
             if key in out:
                 first = self.document.keys[(*path, key)].rsplit(":", 2)[1]
-                self._problem(f"duplicate key {key!r}; it is already set on line {first}", at)
+                message = f"duplicate key {key!r}; it is already set on line {first}"
+                self._problem(message, at, "keep one of them")
                 continue
             self.document.keys[(*path, key)] = at
             out[key] = self.read(value_node, (*path, key))
@@ -164,7 +170,7 @@ class _Reader:
         if _FLOAT.match(text):
             number = float(text)
             if number in (float("inf"), float("-inf")):
-                self._problem(f"the number {text} is too large", at)
+                self._problem(f"the number {text} is too large", at, "write a smaller one")
                 return 0.0
             return number
         return text

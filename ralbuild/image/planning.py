@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ralbuild import __version__
 from ralbuild.contract.bundle import Bundle
-from ralbuild.contract.manifest import ModelManifest
 from ralbuild.contract.places import (
     APP_DIR,
     BUNDLE_FILE,
@@ -158,12 +157,12 @@ def _bytes_of(shard: WeightShard) -> HostFile | Pieces:
 
 def image_labels(parts: ImageParts) -> dict[str, str]:
     """Return what can be read of an image before it is pulled."""
-    bundle, manifest = parts.bundle, parts.model.manifest
+    bundle = parts.bundle
     labels = {
         "io.ralbuild.version": __version__,
         "io.ralbuild.target": bundle.target,
         "io.ralbuild.model": bundle.model,
-        "io.ralbuild.weights.memory": str(_resident_bytes(manifest, bundle.engine.dtype)),
+        "io.ralbuild.weights.memory": str(_resident_bytes(parts)),
         "io.ralbuild.dtype": bundle.engine.dtype,
         "io.ralbuild.max_batch_size": str(bundle.engine.max_batch_size),
         "io.ralbuild.max_seq_len": str(bundle.engine.max_seq_len),
@@ -201,16 +200,23 @@ def _model_labels(parts: ImageParts) -> dict[str, str]:
     return labels | ({LICENSE_LABEL: parts.license} if parts.license else {})
 
 
-def _resident_bytes(manifest: ModelManifest, dtype: str) -> int:
-    """Return the memory that the weights take once loaded; keys and values come on top."""
-    return manifest.parameters * (4 if dtype == "float32" else 2)
+def _resident_bytes(parts: ImageParts) -> int:
+    """Return the memory that the weights take once loaded; keys and values come on top.
+
+    On a CPU our decoder keeps two bytes an element where the file has two, also when it computes in float32.
+    """
+    model, bundle = parts.model, parts.bundle
+    needed = model.manifest.parameters * (4 if bundle.engine.dtype == "float32" else 2)
+    if bundle.target == "cpu" and not isinstance(decoder_spec(model), str):
+        needed = min(needed, model.weight_bytes)
+    return needed
 
 
 def _device_bytes(parts: ImageParts) -> int:
     """Return what a server takes of a GPU: weights, and keys and values of all slots, taken at its start."""
     engine, spec = parts.bundle.engine, decoder_spec(parts.model)
     assert not isinstance(spec, str)  # `refuse_unservable`
-    weights = _resident_bytes(parts.model.manifest, engine.dtype)
+    weights = _resident_bytes(parts)
     item = 4 if engine.dtype == "float32" else 2
     return weights + spec.cache_bytes(engine.max_batch_size, engine.max_seq_len, item)
 

@@ -106,12 +106,13 @@ class Sampler:
         The first is the draw, the next is it without the first, and so on. Finding the first is cheap.
         """
         if draw.temperature <= 0:
-            yield from _descending(value, np.arange(len(value)), count)
+            yield from _descending(value, count)
             return
         scale = np.float32(1.0) / np.float32(draw.temperature)
         if floor > LOWEST:
             ids = np.flatnonzero(value >= floor)
-            yield from _descending(value[ids] * scale + noise(draw.seed, step, ids), ids, count)
+            scores = value[ids] * scale + noise(draw.seed, step, ids)
+            yield from (int(ids[index]) for index in _descending(scores, count))
             return
         if value.max(initial=-np.inf) == -np.inf:
             return
@@ -119,10 +120,8 @@ class Sampler:
         first = _winner(scaled, draw, step)
         yield first
         if count > 1:
-            everything = np.arange(len(scaled))
             scores = scaled + noise_of_all(draw.seed, step, len(scaled))
-            following = _descending(scores, everything, count)
-            yield from (token for token in following if token != first)
+            yield from (token for token in _descending(scores, count) if token != first)
 
 
 def _penalised(value: Logits, drawn: NDArray[np.int32], draw: Draw) -> Logits:
@@ -148,8 +147,10 @@ def cut(value: Logits, draw: Draw) -> np.float32:
 
     Ties at the edge are all kept. Weights are whole numbers, so that their sum has no order.
     """
+    if draw.temperature <= 0:
+        return LOWEST
     top = value.max(initial=-np.inf)
-    if draw.temperature <= 0 or top == -np.inf:
+    if top == -np.inf:
         return LOWEST
     least = LOWEST
     heat = np.float32(draw.temperature)
@@ -269,17 +270,17 @@ def _gumbel(words: _Words) -> Logits:
     return np.asarray(-np.log(wait), np.float32)
 
 
-def _descending(score: Logits, ids: _Ids, count: int) -> Iterator[int]:
-    """Yield up to ``count`` ids by falling score, equal scores by rising id; never at minus infinity."""
+def _descending(score: Logits, count: int) -> Iterator[int]:
+    """Yield up to ``count`` places by falling score, then rising place; never at minus infinity."""
     if not len(score):
         return
     best = int(np.argmax(score))
     if score[best] == -np.inf:
         return
-    yield int(ids[best])
+    yield best
     if count == 1:
         return
     least = np.partition(score, len(score) - count)[len(score) - count] if count < len(score) else -np.inf
     kept = np.flatnonzero((score >= least) & (score > -np.inf))
-    for index in kept[np.lexsort((ids[kept], -score[kept]))][1:count]:
-        yield int(ids[index])
+    for index in kept[np.lexsort((kept, -score[kept]))][1:count]:
+        yield int(index)
