@@ -4,6 +4,7 @@
 #include <nvml.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 static int initialised;
 static nvmlReturn_t failure;
@@ -28,6 +29,9 @@ void stub_process(unsigned int pid, unsigned long long bytes) {
     processes[process_count].pid = pid;
     processes[process_count++].usedGpuMemory = bytes;
 }
+/* Calls do not return until this is 0 again. */
+static volatile int hanging;
+void stub_hang(int on) { hanging = on; }
 void stub_idle(void) { process_count = 0; }
 /* A process more at each of the next calls, so that the room asked for is never enough. */
 void stub_grow(unsigned int calls) { growing = calls; }
@@ -62,6 +66,7 @@ nvmlReturn_t DECLDIR nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *d
 nvmlReturn_t DECLDIR nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *found) {
     ENTER();
     if (device != (nvmlDevice_t)&memory || found->version != nvmlMemory_v2) return NVML_ERROR_INVALID_ARGUMENT;
+    while (hanging) usleep(1000);
     unsigned int version = found->version;
     *found = memory;
     found->version = version;

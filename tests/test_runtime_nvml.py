@@ -8,6 +8,7 @@ import importlib.util
 import re
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ class Library:
 
     def process(self, pid: int, size: int) -> None:
         self._library.stub_process(pid, ctypes.c_ulonglong(size))
+
+    def hang(self, on: bool) -> None:
+        self._library.stub_hang(int(on))
 
     def idle(self) -> None:
         self._library.stub_idle()
@@ -353,3 +357,36 @@ def test_an_unload_tells_what_it_released_on_the_device_until_a_worker_is_back(
     asyncio.run(live())
     said = next(line for line in capfd.readouterr().err.splitlines() if "gpu released" in line)
     assert f"before={RESTING} loaded={LOADED} now={RESTING}" in said
+
+
+def test_a_driver_that_hangs_holds_up_neither_metrics_nor_the_end(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ralbuild.runtime.supervisor.GpuMemory",
+        lambda uuid, before: GpuMemory(uuid, before, library.path),
+    )
+    lifecycle, metrics = Lifecycle(), ServerMetrics()
+
+    async def live() -> None:
+        worker = Worker(lambda: None)
+        supervisor = Supervisor(worker, lifecycle, metrics, None)  # type: ignore[arg-type]
+        supervisor.begin()
+        worker.say(say="device", uuid=UUID, used=RESTING)
+        worker.ready()
+        await until(lambda: lifecycle.ready)
+        await supervisor.refresh()
+        assert gauges(metrics)["used"] == RESTING
+        library.hang(True)
+        for _ in range(2):
+            await supervisor.refresh()
+            assert gauges(metrics) == {}
+        assert sum(thread.name == "nvml" for thread in threading.enumerate()) == 1
+        supervisor.close()
+
+    ended: list[bool] = []
+    thread = threading.Thread(target=lambda: ended.append(asyncio.run(live()) is None), daemon=True)
+    thread.start()
+    thread.join(30)
+    library.hang(False)
+    assert ended == [True]

@@ -11,9 +11,11 @@ import asyncio
 import contextlib
 import itertools
 import os
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ralbuild.runtime import errors
@@ -207,7 +209,7 @@ class Supervisor:
             return {}
         if self._gpu_reading is None or self._gpu_reading.done():
             process = self._worker.pid if self._worker is not None else None
-            self._gpu_reading = asyncio.ensure_future(asyncio.to_thread(self._gpu.read, process))
+            self._gpu_reading = _in_daemon(partial(self._gpu.read, process))
         try:
             found = await asyncio.wait_for(asyncio.shield(self._gpu_reading), _SERIES_SECONDS)
         except TimeoutError:
@@ -386,3 +388,17 @@ class Supervisor:
         """Wait until something changed that somebody may wait for."""
         self._changed.clear()
         await self._changed.wait()
+
+
+def _in_daemon(work: Callable[[], Mapping[str, int]]) -> asyncio.Future[Mapping[str, int]]:
+    """Run ``work`` in a thread that the process's end does not wait for: a driver may hang."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Mapping[str, int]] = loop.create_future()
+
+    def run() -> None:
+        found = work()
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(future.set_result, found)
+
+    threading.Thread(target=run, name="nvml", daemon=True).start()
+    return future
