@@ -416,9 +416,10 @@ def test_matrices_of_two_byte_files_stay_at_two_bytes(monkeypatch: pytest.Monkey
         lambda matrix, rows: given.append(matrix) or reorder(matrix, rows),
     )
     draws = {dtype: torch.randn(8, 16).to(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
-    for draw in draws.values():
-        Product([draw], dtype=torch.float32)
-    Product([draws[torch.bfloat16], draws[torch.float32]], dtype=torch.float32)
+    products = [Product([draw], dtype=torch.float32) for draw in draws.values()]
+    mixed = Product([draws[torch.bfloat16], draws[torch.float32]], dtype=torch.float32)
+    assert [product.kept for product in products] == [torch.float16, torch.float16, torch.float32]
+    assert mixed.kept == torch.float32
     assert [len(matrix) for matrix in given] == [8, 16]
     assert torch.equal(given[0], draws[torch.float32])
 

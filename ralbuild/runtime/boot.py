@@ -229,6 +229,7 @@ def _load_model(settings: Settings, lifecycle: Lifecycle, checked: Checked, text
     log_event(
         "loaded",
         dtype=name,
+        matrices=str(loaded.kept).removeprefix("torch."),
         parameters=checked.manifest.parameters,
         threads=threads,
         code=f"transformers ({spec})" if isinstance(spec, str) else "ralbuild",

@@ -85,6 +85,8 @@ class Decoder:
                 self._layers.append(layer)
                 progress(number + 1, spec.layers + 1)
             self._head = head.result()
+        self.kept = self._head.kept
+        """What the largest matrix is made of in memory."""
         self.shape = KvShape(spec.layers, spec.kv_heads, spec.dim, dtype, device or CPU)
 
     def logits(self, tokens: Tensor, view: View) -> Tensor:

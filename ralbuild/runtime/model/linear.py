@@ -68,13 +68,17 @@ class Product:
         With ``device`` they become one matrix there: a launch costs more than a copy at the start.
         """
         self.outputs = sum(matrix.shape[0] for matrix in matrices)
+        self.kept = dtype
+        """What the matrices are made of in memory."""
         if device is not None or (dtype == torch.float32 and packs()):
             matrix = torch.cat([matrix.to(device) for matrix in matrices])
             bias = torch.cat([bias.to(device, dtype) for bias in biases]) if biases else None
             if device is not None:
                 self._multiply = _keep(matrix.to(dtype), bias)
             else:
-                self._multiply = _pack_halves(matrix, bias) or _pack_floats(matrix.float(), bias)
+                halves = _pack_halves(matrix, bias)
+                self._multiply = halves or _pack_floats(matrix.float(), bias)
+                self.kept = torch.float16 if halves else torch.float32
         else:  # the mapped bytes, where dtypes agree
             kept: Sequence[Tensor | None] = [bias.to(dtype) for bias in biases] or [None] * len(matrices)
             parts = [

@@ -35,10 +35,12 @@ class LoadedModel:
     Attributes:
         logits: the forward pass.
         shape: what a cached position costs.
+        kept: what its largest matrix is made of in memory.
     """
 
     logits: Forward
     shape: KvShape
+    kept: torch.dtype
 
 
 def prepare_torch(threads: int) -> None:
@@ -83,7 +85,7 @@ def load_decoder(
 ) -> LoadedModel:
     """Put ``weights`` into our own decoder; nothing may be missing or left over; raises as `make_decoder`."""
     decoder = make_decoder(spec, weights, dtype, widen=widen, progress=progress)
-    return LoadedModel(decoder.logits, decoder.shape)
+    return LoadedModel(decoder.logits, decoder.shape, decoder.kept)
 
 
 def make_decoder(
@@ -141,7 +143,7 @@ def load_module(
         raise ModelMismatchError(_some("never filled", sorted(left)), place="weights")
     if widen:
         widen_linears(model)
-    return LoadedModel(run_module(model), kv_shape(model, dtype))
+    return LoadedModel(run_module(model), kv_shape(model, dtype), dtype)
 
 
 def _without_ties(weights: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
