@@ -30,7 +30,7 @@ from model_factory import (
 )
 
 from ralbuild.digests import DigestCache
-from ralbuild.weights.rules import RULES
+from ralbuild.weights.rules import rules_by_id
 from ralbuild.weights.scan import Verdict, verify_folder
 
 pytestmark = pytest.mark.usefixtures("one_worker_a_request")
@@ -528,7 +528,7 @@ def check(expected: str | None, verdict: Verdict) -> None:
         return
     assert expected in ids(verdict), verdict.findings
     assert verdict.failed == bool(ids(verdict, "error"))
-    if RULES[expected].severity == "error":
+    if rules_by_id()[expected].severity == "error":
         assert verdict.model is None
 
 

@@ -24,7 +24,7 @@ from ralbuild.cli.main import main
 from ralbuild.digests import DigestCache
 from ralbuild.weights import output
 from ralbuild.weights.findings import Findings
-from ralbuild.weights.rules import FAMILIES, RULES, reference
+from ralbuild.weights.rules import reference, rule_families, rules_by_id
 from ralbuild.weights.scan import verify_folder
 
 pytestmark = pytest.mark.usefixtures("one_worker_a_request")
@@ -179,7 +179,7 @@ def test_output_of_any_encoding_holds_every_name(form: str, model: Path) -> None
 
 
 def test_every_finding_above_a_note_says_what_to_do() -> None:
-    assert [rule.id for rule in RULES.values() if not rule.hint and rule.severity != "info"] == []
+    assert [rule.id for rule in rules_by_id().values() if not rule.hint and rule.severity != "info"] == []
 
 
 def test_names_from_the_file_cannot_write_to_the_terminal_or_the_log(
@@ -231,9 +231,9 @@ def test_the_reference_page_is_the_one_in_docs(capsys: pytest.CaptureFixture[str
 
 
 def test_every_rule_has_its_own_id_and_name_and_lies_in_its_family() -> None:
-    rules = [rule for family in FAMILIES for rule in family.rules]
-    assert len(rules) == len(RULES) == len({rule.name for rule in rules})
-    for family in FAMILIES:
+    rules = [rule for family in rule_families() for rule in family.rules]
+    assert len(rules) == len(rules_by_id()) == len({rule.name for rule in rules})
+    for family in rule_families():
         numbers = [rule.id for rule in family.rules]
         assert all(re.fullmatch(rf"{family.id}\d\d", number) for number in numbers)
         assert numbers == sorted(numbers)
@@ -245,7 +245,7 @@ def test_every_rule_that_the_code_names_exists_and_the_other_way_round() -> None
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     named = {word.strip('"') for word in done.stdout.split()}
-    assert named == set(RULES)
+    assert named == set(rules_by_id())
 
 
 def build(model: Path, *words: object) -> int:

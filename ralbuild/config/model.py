@@ -109,7 +109,10 @@ ServedName = Annotated[
 class Model(BaseModel):
     """Base: strict types, unknown keys refused, immutable."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, populate_by_name=True)
+    # Built when first asked for: a part's own validator is not asked for, the whole config's holds it.
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, populate_by_name=True, defer_build=True
+    )
 
 
 class RouteRule(Model):

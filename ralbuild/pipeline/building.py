@@ -11,7 +11,6 @@ from ralbuild.digests import LayerCopies, default_cache
 from ralbuild.errors import UsageError
 from ralbuild.image.ahead import writing_ahead
 from ralbuild.image.assemble import Image, assemble_image
-from ralbuild.image.base import ensure_base, interpreter_layer
 from ralbuild.image.bases import LayoutBase, open_base
 from ralbuild.image.modelpack import modelpack
 from ralbuild.image.outputs import Output, RegistryOutput, check_takes_companions
@@ -124,6 +123,12 @@ def _chosen_base(request: BuildRequest, registries: Registries) -> BaseImage | N
     return base
 
 
+def _embedded_base(target: str, report: Report, registries: Registries) -> BaseImage:
+    from ralbuild.image.base import ensure_base  # its makers are needed only where no base was given
+
+    return open_base(LayoutBase(ensure_base(target, report)), registries)
+
+
 def assemble(
     request: BuildRequest,
     compiled: Compiled,
@@ -141,11 +146,15 @@ def assemble(
     config = (compiled.loaded.path.name, compiled.loaded.source)
     refuse_secrets((config, *compiled.model.files), request.ignored_secrets)
     with report.stage("base") as stage:
-        base = chosen or open_base(LayoutBase(ensure_base(request.target, report)), registries)
+        base = chosen or _embedded_base(request.target, report, registries)
         size = sum(layer.size for layer in base.layers)
         stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
         interpreted = any(kernel.source is not None for kernel in compiled.bundle.kernels)
-        interpreter = interpreter_layer(report) if interpreted else None
+        interpreter = None
+        if interpreted:
+            from ralbuild.image.base import interpreter_layer
+
+            interpreter = interpreter_layer(report)
     parts = ImageParts(
         model=compiled.model,
         bundle=compiled.bundle,

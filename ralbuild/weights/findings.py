@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ralbuild.errors import Problem, WeightsError
-from ralbuild.weights.rules import RULES, Rule, Severity
+from ralbuild.weights.rules import Rule, Severity, rules_by_id
 
 RANK: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 MOST_OF_ONE_KIND = 20
@@ -99,7 +99,7 @@ class Findings:
         hint: str = "",
     ) -> None:
         """Record a finding under ``rule_id``; beyond `MOST_OF_ONE_KIND` a file's are only counted."""
-        rule = RULES[rule_id]
+        rule = rules_by_id()[rule_id]
         key = (rule_id, file)
         self._counts[key] = self._counts.get(key, 0) + 1
         if self._counts[key] <= MOST_OF_ONE_KIND:
@@ -144,7 +144,7 @@ class Findings:
     def sorted(self, *, counted: bool = True) -> tuple[Finding, ...]:
         """Return the findings that count, or those that do not; worst first, then by id, file and tensor."""
         more = [
-            Finding(RULES[rule_id], f"and {count - MOST_OF_ONE_KIND} more of this kind", file)
+            Finding(rules_by_id()[rule_id], f"and {count - MOST_OF_ONE_KIND} more of this kind", file)
             for (rule_id, file), count in self._counts.items()
             if count > MOST_OF_ONE_KIND
         ]

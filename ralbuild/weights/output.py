@@ -10,7 +10,7 @@ from ralbuild import __version__
 from ralbuild.contract.codec import to_plain
 from ralbuild.contract.manifest import ModelFile
 from ralbuild.weights.findings import Finding, printable
-from ralbuild.weights.rules import RULES, Severity
+from ralbuild.weights.rules import Severity, rules_by_id
 from ralbuild.weights.scan import ScannedModel, Verdict
 
 _SARIF_LEVEL: dict[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
@@ -108,7 +108,7 @@ def as_sarif(findings: Sequence[Finding]) -> str:
             "help": {"text": rule.hint or rule.meaning},
             "defaultConfiguration": {"level": _SARIF_LEVEL[rule.severity]},
         }
-        for rule in (RULES[rule_id] for rule_id in used)
+        for rule in (rules_by_id()[rule_id] for rule_id in used)
     ]
     results = []
     for item in findings:

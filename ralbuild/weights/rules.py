@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
@@ -31,23 +33,30 @@ class RuleFamily:
     rules: tuple[Rule, ...]
 
 
-def _families(data: dict[str, Any]) -> tuple[RuleFamily, ...]:
+@cache
+def _data() -> dict[str, Any]:
+    return tomllib.loads(resources.files("ralbuild").joinpath("data/findings.toml").read_text("utf-8"))
+
+
+@cache
+def rule_families() -> tuple[RuleFamily, ...]:
+    """Return every family in the order of the reference page; read when first asked for."""
     return tuple(
         RuleFamily(key, item["title"], item["about"], tuple(Rule(**rule) for rule in item["rules"]))
-        for key, item in data["family"].items()
+        for key, item in _data()["family"].items()
     )
 
 
-_DATA = tomllib.loads(resources.files("ralbuild").joinpath("data/findings.toml").read_text("utf-8"))
-FAMILIES = _families(_DATA)
-RULES: dict[str, Rule] = {rule.id: rule for family in FAMILIES for rule in family.rules}
-"""Every rule by id."""
+@cache
+def rules_by_id() -> Mapping[str, Rule]:
+    """Return every rule by id."""
+    return {rule.id: rule for family in rule_families() for rule in family.rules}
 
 
 def find_rule(text: str) -> Rule | None:
     """Return the rule of that id or name."""
-    by_name = (rule for rule in RULES.values() if rule.name == text.lower())
-    return RULES.get(text.upper()) or next(by_name, None)
+    by_name = (rule for rule in rules_by_id().values() if rule.name == text.lower())
+    return rules_by_id().get(text.upper()) or next(by_name, None)
 
 
 def reference() -> str:
@@ -58,9 +67,9 @@ def reference() -> str:
         "Made by `ralbuild verify --reference`. An id never changes its meaning; `--ignore` takes an id or a",
         "name. Errors end with exit code 3, and no image is built; `--strict` counts warnings as errors.",
         "",
-        _DATA["notes"].strip(),
+        _data()["notes"].strip(),
     ]
-    for family in FAMILIES:
+    for family in rule_families():
         lines += ["", f"## {family.id}: {family.title}", "", family.about, ""]
         lines += ["| id | name | severity | what is wrong | what to do |", "|---|---|---|---|---|"]
         lines += [
