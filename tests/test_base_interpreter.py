@@ -20,7 +20,6 @@ from ralbuild.image.facts import stored_facts
 from ralbuild.image.plan import FileEntry, LayerPlan
 from ralbuild.image.reader import open_image
 from ralbuild.pins import load_pins
-from ralbuild.pipeline import building
 
 KERNEL = "postprocessing: {output_transformers: [{name: upper}]}\n"
 INTERPRET = "runtime: {cpu_user_kernels: interpret}\n"
@@ -41,7 +40,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny model, a user kernel, a base; the layer is a stand-in."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(building, "interpreter_layer", lambda _: LAYER)
+    monkeypatch.setattr("ralbuild.image.base.interpreter_layer", lambda _: LAYER)
     write_model(tmp_path / "model")
     write_fake_base(tmp_path / "base")
     (tmp_path / "transformers").mkdir()
