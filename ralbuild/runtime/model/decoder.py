@@ -111,10 +111,12 @@ class Decoder:
             rotary.mul_(cos).add_(other)
             view.store(number, heads[:, spec.heads :])
             seen = view.attend(number, heads[:, : spec.heads], spec.dim**-0.5, layer.window)
-            rows = rows + layer.out(seen.reshape(count, -1))
+            if layer is self._layers[-1]:  # of the other rows only keys and values were wanted
+                rows, seen = rows[view.last], seen[view.last]
+            rows = rows + layer.out(seen.flatten(1))
             gate, up = layer.gate_up(layer.after(rows)).chunk(2, -1)
             rows = rows + layer.down(self._activation(gate) * up)
-        return self._head(self._norm(rows[view.last])).float()
+        return self._head(self._norm(rows)).float()
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines, [rows, 1, dim] each."""
