@@ -389,4 +389,7 @@ def test_a_driver_that_hangs_holds_up_neither_metrics_nor_the_end(
     thread.start()
     thread.join(30)
     library.hang(False)
+    for left in threading.enumerate():
+        if left.name == "nvml":
+            left.join(30)
     assert ended == [True]
