@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--ports", default="18001,18002", metavar="BLUE,GREEN", help="loopback ports of the colours"
     )
-    init.add_argument("--proxy", choices=("haproxy", "nginx"), default="haproxy")
+    init.add_argument(
+        "--proxy", choices=("haproxy", "nginx"), default="haproxy", help="what stands before the colours"
+    )
     init.add_argument(
         "--drain", type=int, default=300, metavar="SECONDS", help="for running requests; default: 300"
     )
@@ -59,7 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar="PUB",
                 help="must have signed it; for a layout, an archive or a registry",
             )
-        verb.add_argument("--mode", choices=("auto", "blue-green", "in-place"), default="auto")
+        verb.add_argument(
+            "--mode",
+            choices=("auto", "blue-green", "in-place"),
+            default="auto",
+            help="both images at once, or one after the other; auto: as memory allows",
+        )
         verb.add_argument(
             "--probes", type=Path, metavar="FILE", help="golden prompts and guardrails of the gate"
         )
