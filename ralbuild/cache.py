@@ -47,11 +47,13 @@ class Cache:
     build never fails by its cache alone.
     """
 
-    def __init__(self, root: Path, report: Notes) -> None:
+    def __init__(self, root: Path, report: Notes, *, writes: bool = True) -> None:
         """Open or create the cache.
 
         Args:
             root: the folder, usually ``.ral_cache`` beside the config.
+            report: where it says what it could not use.
+            writes: without, what is there is read, and what is new is kept in memory: for a dry run.
 
         Raises:
             CacheError: when the folder cannot be created or is no folder.
@@ -61,6 +63,7 @@ class Cache:
         self._memory: dict[str, bytes] = {}
         self._index: dict[str, dict[str, ObjectRef]] = {}
         self._write_failed = False
+        self._writes = writes
         self.trusted = self._prepare()
 
     def fetch(
@@ -156,7 +159,7 @@ class Cache:
 
     def _write(self, folder: str, name: str, data: bytes) -> None:
         """Put a whole file in place, or keep an object in memory when the disk does not take it."""
-        if self.trusted:
+        if self.trusted and self._writes:
             try:
                 place = self._path(folder, name)
                 if place.is_dir() and not place.is_symlink():
@@ -179,7 +182,10 @@ class Cache:
         """Create the folders; tell whether all of them are ours alone."""
         for folder in (self.root, self.root / "objects", self.root / "index"):
             try:
-                folder.mkdir(mode=0o700, parents=folder == self.root, exist_ok=True)
+                if not self._writes and not os.path.lexists(folder):
+                    return False
+                if self._writes:
+                    folder.mkdir(mode=0o700, parents=folder == self.root, exist_ok=True)
                 reason = _distrust(folder.lstat())
             except OSError as error:
                 raise CacheError(
@@ -190,7 +196,8 @@ class Cache:
             if reason:
                 self.report.note(f"the cache is not used in this run: {folder} {reason}")
                 return False
-        self._sweep()
+        if self._writes:
+            self._sweep()
         return True
 
     def _sweep(self) -> None:

@@ -36,6 +36,7 @@ class Checks:
         ignored: ids of findings that do not count.
         signature_key: PEM file of the publisher's key; None leaves a signature unchecked.
         own_digests: compute the SHA-256 of every weight file, besides that of its layer.
+        remember: keep the digests of what was read for the next run.
     """
 
     rehash: bool = False
@@ -43,6 +44,7 @@ class Checks:
     ignored: frozenset[str] = frozenset()
     signature_key: Path | None = None
     own_digests: bool = False
+    remember: bool = True
 
 
 def verify_model(
@@ -100,7 +102,8 @@ def check_model(
     )
     with report.stage("verify") as stage:
         progress = partial(report.progress, unit="B")
-        verdict = verify_folder(folder, default_cache(), LAYER_MTIME, progress, order)
+        digests = default_cache(writes=checks.remember)
+        verdict = verify_folder(folder, digests, LAYER_MTIME, progress, order)
         model = verdict.model
         if model is None:
             stage.summary = summary(verdict)

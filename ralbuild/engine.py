@@ -15,6 +15,7 @@ from ralbuild.errors import HostError, ImageError
 
 _SECONDS = 3600
 """How long the engine may say nothing: it does while it unpacks a layer."""
+_CONFLICT = 409
 _RESTART: Any = {"Name": "unless-stopped"}
 _FAILURES = (DockerException, RequestException, OSError)
 
@@ -42,6 +43,14 @@ class Launch:
     gpus: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A container: its name, and the id of its image."""
+
+    name: str
+    image: str
 
 
 class Engine:
@@ -104,6 +113,28 @@ class Engine:
         """Pull an image by digest and return its id."""
         with self._errors(f"pull {reference}"):
             return str(self._client.images.pull(reference).id)
+
+    def labelled(self, label: str, value: str) -> list[Box]:
+        """Return the containers, running or not, that were started with this label, by name."""
+        with self._errors(f"list containers of {value}"):
+            found = self._client.containers.list(
+                all=True, filters={"label": f"{label}={value}"}, ignore_removed=True
+            )
+            boxes = [Box(str(box.name), str(box.attrs["Image"])) for box in found]
+        return sorted(boxes, key=lambda box: box.name)
+
+    def discard(self, image: str) -> bool:
+        """Remove an image by id; tell whether it is gone: what something else uses or names stays."""
+        with self._errors(f"remove {image}"):
+            try:
+                self._client.images.remove(image)
+            except ImageNotFound:
+                return True
+            except APIError as error:
+                if error.status_code != _CONFLICT:
+                    raise
+                return False
+        return True
 
     def start(self, launch: Launch) -> None:
         """Create and start a container; one of the same name is replaced."""

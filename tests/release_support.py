@@ -19,7 +19,7 @@ from typing import Any
 
 import openai
 
-from ralbuild.engine import Launch
+from ralbuild.engine import Box, Launch
 from ralbuild.release.journal import Journal
 from ralbuild.release.machine import Release
 from ralbuild.release.planning import Wishes, plan_up
@@ -71,25 +71,33 @@ class ProcessHost:
 
     pull = load
 
+    def labelled(self, label: str, value: str) -> list[Box]:
+        boxes = [(path.stem, json.loads(path.read_text())) for path in sorted(self.folder.glob("*.box"))]
+        return [Box(name, box["image"]) for name, box in boxes if box["labels"].get(label) == value]
+
+    def discard(self, image: str) -> bool:
+        (self.folder / f"{image}.image").unlink(missing_ok=True)
+        return True
+
     def start(self, launch: Launch) -> None:
         self.remove(launch.name)
         env = json.loads((self.folder / f"{launch.image}.image").read_text())["env"]
         env |= {"RAL_HOST": "127.0.0.1", "RAL_PORT": str(launch.port)}
-        self._spawn(launch.name, env)
+        self._spawn(launch.name, {"env": env, "image": launch.image, "labels": launch.labels})
 
     def start_again(self, name: str) -> None:
-        self._spawn(name, json.loads((self.folder / f"{name}.box").read_text())["env"])
+        self._spawn(name, json.loads((self.folder / f"{name}.box").read_text()))
 
-    def _spawn(self, name: str, env: dict[str, str]) -> None:
+    def _spawn(self, name: str, box: dict[str, Any]) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-S", str(SERVER)],
-                env={**os.environ, **env},
+                env={**os.environ, **box["env"]},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        (self.folder / f"{name}.box").write_text(json.dumps({"pid": process.pid, "env": env}))
+        (self.folder / f"{name}.box").write_text(json.dumps({**box, "pid": process.pid}))
 
     def _pid(self, name: str) -> int:
         with contextlib.suppress(OSError, ValueError):

@@ -125,7 +125,7 @@ def test_the_list_made_inside_names_what_dpkg_has_installed(tmp_path: Path) -> N
         (["--target", "cpu", "--from", "a b@sha256:" + "a" * 64], "needs a digest, found 'a b@"),
         (["--target", "cpu", "--from", "a//b@sha256:" + "a" * 64], "needs a digest, found 'a//b@"),
         (["--target", "cpu", "--from", "DEBIAN@sha256:" + "a" * 64], "needs a digest, found 'DEBIAN@"),
-        (["--target", "cpu", "--from", BELOW, "--refresh"], "the engine's build command"),
+        (["--target", "cpu", "--from", BELOW, "--refresh"], "unrecognized arguments: --refresh"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused_and_leaves_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,48 @@ def test_dry_run_writes_no_image(work: Path) -> None:
     assert "weights model-00001-of-00002.safetensors" in done.out
     assert not (work / "ral-image").exists()
     assert image(work).out.strip() == done.out.split()[0]
+
+
+def test_a_dry_run_writes_nothing_anywhere(work: Path) -> None:
+    before = everything(work)
+    done = image(work, "--dry-run")
+    assert done.code == 0, done.err
+    assert everything(work) == before, "neither caches nor folders for them"
+    image(work)
+    before = everything(work)
+    assert image(work, "--dry-run", "--rehash").out == done.out
+    assert everything(work) == before
+
+
+@pytest.mark.parametrize(("target", "more"), [("cpu", []), ("cuda", ["--arch", "sm_90"])])
+def test_a_dry_run_makes_no_base_and_says_what_making_it_takes(
+    work: Path, target: str, more: list[str]
+) -> None:
+    lock = (ROOT / "ralbuild/data" / f"base-{target}.lock").read_text()
+    count = len(re.findall("^[a-z].*==", lock, re.MULTILINE))
+    size = sum(int(text.replace(",", "")) for text in re.findall("^# ([0-9,]+) bytes", lock, re.MULTILINE))
+    words = ["image", "--model", "model", "--target", target, *more, "--dry-run"]
+    before = everything(work)
+    done = ralbuild(*words, cwd=work, env={"https_proxy": "http://127.0.0.1:9"})
+    assert done.code == 0, done.err
+    assert everything(work) == before
+    assert done.out.startswith("no digest yet: ")
+    said = re.search(f"the base for {target}: {count} locked packages, ([0-9.]+) (MB|GB)", done.out)
+    assert said is not None, done.out
+    assert float(said[1]) * {"MB": 10**6, "GB": 10**9}[said[2]] == pytest.approx(size, rel=0.01)
+    assert "weights model-00001-of-00002.safetensors" in done.out
+    answer = json.loads(ralbuild(*words, "--json", cwd=work).out)
+    assert (answer["manifest"], answer["config"], len(answer["would_make"])) == (None, None, 1)
+    assert len(answer["layers"]) == 2 + 4
+
+
+def test_what_a_second_build_is_compared_with_needs_a_base(work: Path) -> None:
+    done = ralbuild("image", "--model", "model", "--dry-run", "--check-repro", cwd=work)
+    assert (done.code, "--check-repro" in done.err, "ralbuild base" in done.err) == (2, True, True)
+
+
+def everything(work: Path) -> list[str]:
+    return sorted(str(path) for path in work.rglob("*"))
 
 
 def test_source_date_epoch_is_the_images_date(work: Path) -> None:

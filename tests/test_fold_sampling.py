@@ -66,7 +66,7 @@ def test_numbers_are_imposed_and_ranges_bound(tmp_path: Path) -> None:
         ("sampling: {top_k: {min: 1.5}}", "6:23", "needs a whole number, found 1.5"),
         ("sampling: {min_p: {mni: 0.1}}", "6:24", "unknown key 'mni' (did you mean 'min'?)"),
         ("sampling: {top_p: {min: 0.9, max: 0.1}}", "6:23", "needs 'min' of at most 'max'"),
-        ("sampling: {greedy: true, temperature: 1}", "6:15", "'greedy' is temperature 0"),
+        ("sampling: {greedy: true, temperature: 1}", "6:15", "'greedy' (which is temperature 0)"),
         ("sampling: {logit_bias: [{bias: 1}]}", "6:29", "needs exactly one of 'text' and 'id'"),
         ("allow: {}", "6:12", "needs 'texts', 'characters' or both"),
         ("allow: {characters: 'a]b'}", "6:25", "needs the inside of a character class"),

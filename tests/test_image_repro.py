@@ -54,7 +54,7 @@ def test_the_first_file_that_differs_is_named(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     request = BuildRequest(Path("model"), Path("ral-config.yaml"), base=LayoutBase(Path("base")))
-    _, plan, _ = plan_only(request, (), quiet)
+    plan = plan_only(request, (), quiet).plan
     name = "opt/ral/app/ralbuild/contract/codec.py"
     odd = tampered(plan, "launcher", name)
     with pytest.raises(ImageError, match=rf"first in {name} in the layer 'launcher'"):

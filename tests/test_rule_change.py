@@ -78,7 +78,7 @@ def test_a_changed_rule_leaves_compiled_kernels_and_the_vocabulary_alone(
     images = []
     for term in ("risk", "audit"):
         write_rules(tmp_path, term, "")
-        images.append(plan_only(request, (), make_report("plain", quiet=True))[2])
+        images.append(plan_only(request, (), make_report("plain", quiet=True)).image)
     first, second = ({layer.descriptor.name: layer.digest for layer in image.layers} for image in images)
     assert {name for name in second if first[name] != second[name]} == {"rules"}
     assert first["kernels and vocabulary"].size > 100_000

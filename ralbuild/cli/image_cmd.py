@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from ralbuild.image.assemble import Image, Layer
     from ralbuild.image.bases import BaseSource
     from ralbuild.image.write import WrittenImage
+    from ralbuild.pipeline.building import Planned
     from ralbuild.pipeline.compiling import Compiled
+    from ralbuild.pipeline.request import BuildRequest
     from ralbuild.report import Report
     from ralbuild.supply.wanted import Wanted
 
@@ -77,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--modelpack", action="store_true", help="add a ModelPack manifest of the same blobs (NAME-modelpack)"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be written, and write no image"
+        "--dry-run", action="store_true", help="say what would be made, and write nothing, caches included"
     )
     parser.add_argument(
         "--simulate", action="store_true", help="run every kernel's PTX first; write nothing if one is wrong"
@@ -106,22 +108,35 @@ def run(options: argparse.Namespace) -> int:
         check_repro=False,  # a whole second build compiles every kernel again anyway
         weights_base=_weights_base(options),
         reshard=parse_size(options.reshard, "--reshard") if options.reshard else 0,
+        dry_run=options.dry_run,
     )
     if options.check_repro or options.dry_run:
-        compiled, plan, image = plan_only(request, outputs, report)
+        planned = plan_only(request, outputs, report)
         if options.check_repro:
-            from ralbuild.cli.repro import check_reproducible
-
-            check_reproducible(request, plan, image, report)
+            _check_repro(request, planned, report)
         if options.dry_run:
-            files = to_plain(planned_files(plan))
-            print(_json(compiled, image, None, report, files) if options.json else _table(image))
+            files = to_plain(planned_files(planned.plan))
+            if options.json:
+                answer = _answer(planned.compiled, planned.image, None, report, planned.missing)
+                print(json.dumps(answer | {"files": files}, indent=2))
+            else:
+                print(_table(planned.image, planned.missing))
             return 0
     compiled, image, written = build_image(request, outputs, tag, report)
-    print(_json(compiled, image, written, report, []) if options.json else image.digest)
+    print(json.dumps(_answer(compiled, image, written, report), indent=2) if options.json else image.digest)
     if not options.json and not options.quiet and sys.stderr.isatty() and not options.output:
         print("next: ralbuild run oci:./ral-image", file=sys.stderr)
     return 0
+
+
+def _check_repro(request: BuildRequest, planned: Planned, report: Report) -> None:
+    from ralbuild.cli.repro import check_reproducible
+
+    if planned.missing:
+        hint = f"run `ralbuild base --target {request.target} --out oci:DIR` first, or leave --dry-run out"
+        message = f"compares digests, and a dry run does not make {planned.missing[0]}"
+        raise UsageError(message, place="--check-repro", hint=hint)
+    check_reproducible(request, planned.plan, planned.image, report)
 
 
 def _weights_base(options: argparse.Namespace) -> BaseSource | None:
@@ -145,14 +160,17 @@ def _wanted(options: argparse.Namespace) -> Wanted:
     return Wanted(signing_key(options), sbom=options.sbom, provenance=options.provenance, builder=builder)
 
 
-def _table(image: Image) -> str:
+def _table(image: Image, missing: tuple[str, ...]) -> str:
     from ralbuild.report import format_bytes
 
     def rows(layers: tuple[Layer, ...]) -> list[str]:
         items = [layer.descriptor for layer in layers]
         return [f"  {i.digest[:19]}  {format_bytes(i.size):>8}  {i.kind:<8} {i.name}" for i in items]
 
-    lines = [f"{image.digest}  (not written)", *rows(image.layers)]
+    head = f"{image.digest}  (not written)"
+    if missing:
+        head = "no digest yet: a build would first make\n" + "\n".join(f"  {text}" for text in missing)
+    lines = [head, *rows(image.layers)]
     for item in image.companions:
         lines += ["", f"{item.digest}  beside it: {item.suffix}"]
         lines += rows(image.beside) if item.suffix == "weights" else []
@@ -172,13 +190,18 @@ def _layers(layers: tuple[Layer, ...], reused: set[str]) -> list[dict[str, Any]]
     ]
 
 
-def _json(
-    compiled: Compiled, image: Image, written: WrittenImage | None, report: Report, files: list[Any]
-) -> str:
+def _answer(
+    compiled: Compiled,
+    image: Image,
+    written: WrittenImage | None,
+    report: Report,
+    missing: tuple[str, ...] = (),
+) -> dict[str, Any]:
     reused = {layer.digest for layer in written.layers if layer.reused} if written else set()
-    answer = {
-        "manifest": image.digest,
-        "config": image.config_digest,
+    return {
+        "manifest": None if missing else image.digest,
+        "config": None if missing else image.config_digest,
+        "would_make": list(missing),
         "bundle": f"sha256:{compiled.bundle_sha256}",
         "written": written.bytes_written if written else 0,
         "names": list(written.names) if written else [],
@@ -189,4 +212,3 @@ def _json(
         "weights_layers": _layers(image.beside, reused),
         "artifacts": [item.entry() for item in image.artifacts],
     }
-    return json.dumps(answer | ({"files": files} if files else {}), indent=2)

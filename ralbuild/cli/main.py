@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ralbuild import __version__
 from ralbuild.errors import HostError, RalError, UsageError
@@ -57,8 +57,25 @@ _GARBAGE = 50_000
 """Objects made since the last collection that start the next one; Python's own number is 700."""
 
 
+class _Help(argparse.HelpFormatter):
+    """Shows the default of every option that has one, unless its help says it in words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if (
+            isinstance(default, bool | list | None)
+            or default in ("", argparse.SUPPRESS)
+            or "default:" in text
+        ):
+            return text
+        return f"{text}; default: %(default)s"
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports a bad command line the way every other error is reported."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **settings})
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"see `{self.prog} --help`")
@@ -127,6 +144,9 @@ def _dispatch(arguments: list[str]) -> int:
         if verb == named:
             module = importlib.import_module(f"ralbuild.cli.{verb.replace('-', '_')}_cmd")
             module.add_arguments(child)
+            if hasattr(module, "complete"):  # a verb with verbs of its own, of which one may be left out
+                at = arguments.index(verb) + 1
+                arguments = [*arguments[:at], *module.complete(arguments[at:])]
             child.set_defaults(run=module.run)
     options = parser.parse_args(arguments)
     if options.verb is None:

@@ -1,10 +1,12 @@
-"""`ralbuild release`: init, up, rollback, rules, resume, undo, status and proxy."""
+"""`ralbuild release`: init, up, rollback, rules, resume, undo, status, proxy and remove."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from ralbuild.errors import UsageError
 if TYPE_CHECKING:
     from ralbuild.release.journal import Plan
     from ralbuild.release.planning import Wishes
+    from ralbuild.release.removal import Removal
     from ralbuild.release.site import Settings, Site
 
 
@@ -31,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--ports", default="18001,18002", metavar="BLUE,GREEN", help="loopback ports of the colours"
     )
-    init.add_argument("--proxy", choices=("haproxy", "nginx"), default="haproxy")
+    init.add_argument(
+        "--proxy", choices=("haproxy", "nginx"), default="haproxy", help="what stands before the colours"
+    )
     init.add_argument(
         "--drain", type=int, default=300, metavar="SECONDS", help="for running requests; default: 300"
     )
@@ -59,7 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar="PUB",
                 help="must have signed it; for a layout, an archive or a registry",
             )
-        verb.add_argument("--mode", choices=("auto", "blue-green", "in-place"), default="auto")
+        verb.add_argument(
+            "--mode",
+            choices=("auto", "blue-green", "in-place"),
+            default="auto",
+            help="both images at once, or one after the other; auto: as memory allows",
+        )
         verb.add_argument(
             "--probes", type=Path, metavar="FILE", help="golden prompts and guardrails of the gate"
         )
@@ -70,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb.add_argument(
             "--dry-run",
             action="store_true",
-            help="load the image, print the plan and check the proxy; change nothing that serves",
+            help="print the plan and check the proxy; give the engine no image, change nothing",
         )
     rules = verbs.add_parser("rules", parents=[shared], help="publish signed rules of the serving side")
     rules.add_argument("rules", type=Path, metavar="FILE", help="what `ralbuild rules compile` wrote")
@@ -78,12 +88,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs.add_parser("undo", parents=[shared], help="go back from a release that was interrupted")
     verbs.add_parser("status", parents=[shared], help="show what serves")
     proxy = verbs.add_parser("proxy", parents=[shared], help="start or stop the proxy")
-    proxy.add_argument("do", choices=("start", "stop"))
+    proxy.add_argument("do", choices=("start", "stop"), help="let it answer, or finish its answers and end")
+    remove = verbs.add_parser("remove", parents=[shared], help="stop everything of the site and delete it")
+    remove.add_argument("--images", action="store_true", help="remove the images of both colours as well")
+    remove.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run one of the commands."""
-    commands = {"init": _init, "status": _status, "proxy": _proxy, "rules": _rules}
+    commands = {"init": _init, "status": _status, "proxy": _proxy, "rules": _rules, "remove": _remove}
     if options.what in commands:
         return commands[options.what](options)
     try:
@@ -111,19 +124,42 @@ def _init(options: argparse.Namespace) -> int:
         on_crash=options.on_crash,
         runtime_rules=rules is not None,
     )
-    if (options.site / SETTINGS_FILE).exists():
-        _check_running(Site.open(options.site), settings)
-    site = Site.create(options.site, settings)
-    with site.locked():
-        if rules is not None:
-            install(site, rules, options.rules_key)
-        proxy = proxy_of(site)
-        proxy.write_files()
-        proxy.check()
-        if not options.no_start:
-            proxy.start()
+    before = Site.open(options.site) if (options.site / SETTINGS_FILE).exists() else None
+    if before is not None:
+        _check_running(before, settings)
+    with _undone_when_refused(options.site.absolute(), before):
+        site = Site.create(options.site, settings)
+        with site.locked():
+            if rules is not None:
+                install(site, rules, options.rules_key)
+            proxy = proxy_of(site)
+            proxy.write_files()
+            proxy.check()
+            if not options.no_start:
+                proxy.start()
     print(json.dumps({"site": str(site.folder)}) if options.json else options.site)
     return 0
+
+
+@contextlib.contextmanager
+def _undone_when_refused(folder: Path, before: Site | None) -> Iterator[None]:
+    """Leave ``folder`` as it was when what is done in it fails: no site, or the one ``before``."""
+    from ralbuild.release.proxy import proxy_of
+    from ralbuild.release.removal import remove_files
+    from ralbuild.release.site import Site
+
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            proxy_of(Site.create(folder, before.settings)).write_files()
+        elif folder.is_dir():
+            remove_files(folder)
+            for path in made:
+                with contextlib.suppress(OSError):  # gone already, or somebody else put something there
+                    path.rmdir()
+        raise
 
 
 def _check_running(site: Site, settings: Settings) -> None:
@@ -151,7 +187,7 @@ def _release(options: argparse.Namespace) -> int:
     from ralbuild.release.proxy import proxy_of
     from ralbuild.release.signed import check_signature
     from ralbuild.release.site import Site
-    from ralbuild.release.source import fetch, parse_source
+    from ralbuild.release.source import fetch, look, parse_source
 
     site = Site.open(options.site)
     report = chosen_report(options)
@@ -168,8 +204,8 @@ def _release(options: argparse.Namespace) -> int:
                 if options.key:
                     with report.stage("verify") as stage:
                         stage.summary = check_signature(source, options.key)
-                with report.stage("load") as stage:
-                    found = fetch(source, host)
+                with report.stage("read" if options.dry_run else "load") as stage:
+                    found = look(source, host) if options.dry_run else fetch(source, host)
                     stage.summary = f"{source.reference}, {found.image[:19]}"
                 plan = plan_up(site, host, proxy, source.reference, found, _wishes(options))
             else:
@@ -276,6 +312,38 @@ def _proxy(options: argparse.Namespace) -> int:
         proxy = proxy_of(site)
         proxy.start() if options.do == "start" else proxy.stop()
     return 0
+
+
+def _remove(options: argparse.Namespace) -> int:
+    from ralbuild.contract.codec import to_plain
+    from ralbuild.engine import Engine
+    from ralbuild.release.proxy import proxy_of
+    from ralbuild.release.removal import plan_removal, remove
+    from ralbuild.release.site import SETTINGS_FILE, Site
+
+    if not (options.site / SETTINGS_FILE).exists():
+        said = f"no release site is here: {options.site}"
+        print(json.dumps({"site": str(options.site.absolute()), "removed": None}) if options.json else said)
+        return 0
+    site, host = Site.open(options.site), Engine("release")
+    with site.locked():
+        proxy = proxy_of(site)
+        found = plan_removal(site, host, proxy, images=options.images)
+        if not options.dry_run:
+            found = remove(site, host, proxy, found, chosen_report(options))
+    if options.json:
+        print(json.dumps({"site": str(site.folder), "removed": to_plain(found)}, indent=2))
+    else:
+        print("\n".join(_removed(found, "would remove" if options.dry_run else "removed")))
+    return 0
+
+
+def _removed(found: Removal, word: str) -> list[str]:
+    parts = ["the proxy, which runs"] if found.proxy else []
+    parts += [f"container {name}" for name in found.containers]
+    parts += [f"image {image}" for image in found.images]
+    parts += [str(path) for path in found.files]
+    return [*(f"{word} {part}" for part in parts), *(f"keeps {name}" for name in found.others)]
 
 
 def _rules(options: argparse.Namespace) -> int:

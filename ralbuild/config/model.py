@@ -47,7 +47,7 @@ def not_yet(description: str) -> Any:
 
 def _literal(text: str) -> str:
     if not text.strip():
-        raise ValueError("needs text that is not blank")
+        raise ValueError(f"needs text that is not blank, found {text!r}")
     size = len(text.encode("utf-8"))
     if size > MAX_TEXT_BYTES:
         raise ValueError(f"needs at most {MAX_TEXT_BYTES} bytes of UTF-8, found {size}")
@@ -261,7 +261,7 @@ class Range(Model):
     @model_validator(mode="after")
     def _ordered(self) -> Range:
         if self.min is None and self.max is None:
-            raise ValueError("needs 'min', 'max' or both")
+            raise ValueError("needs 'min', 'max' or both, found neither")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"needs 'min' of at most 'max', found {self.min:g} above {self.max:g}")
         return self
@@ -313,7 +313,8 @@ class LogitBias(Model):
     @model_validator(mode="after")
     def _one_token(self) -> LogitBias:
         if (self.text is None) == (self.id is None) or self.text == "":
-            raise ValueError("needs exactly one of 'text' and 'id'")
+            given = "both" if self.id is not None and self.text else "neither, or an empty text"
+            raise ValueError(f"needs exactly one of 'text' and 'id', found {given}")
         return self
 
 
@@ -349,7 +350,7 @@ class Sampling(Model):
             return {"min": value, "max": value}
         if value is None or isinstance(value, dict):
             return value
-        raise ValueError("needs a number, or a mapping with 'min', 'max' or both")
+        raise ValueError(f"needs a number, or a mapping with 'min', 'max' or both, found {value!r}")
 
     @field_validator(*SAMPLING_LIMITS)
     @classmethod
@@ -366,7 +367,7 @@ class Sampling(Model):
     @model_validator(mode="after")
     def _greedy_or_warm(self) -> Sampling:
         if self.greedy and self.temperature is not None:
-            raise ValueError("'greedy' is temperature 0; give one of the two")
+            raise ValueError("needs 'greedy' (which is temperature 0) or 'temperature', found both")
         return self
 
 
@@ -395,7 +396,7 @@ class Allow(Model):
     @model_validator(mode="after")
     def _something(self) -> Allow:
         if self.texts is None and self.characters is None:
-            raise ValueError("needs 'texts', 'characters' or both")
+            raise ValueError("needs 'texts', 'characters' or both, found neither")
         return self
 
 
@@ -460,7 +461,7 @@ class MaxLengthConfig(Model):
     @model_validator(mode="after")
     def _some_limit(self) -> MaxLengthConfig:
         if self.characters is None and self.tokens is None:
-            raise ValueError("needs 'characters', 'tokens' or both")
+            raise ValueError("needs 'characters', 'tokens' or both, found neither")
         return self
 
 

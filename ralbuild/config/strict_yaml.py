@@ -175,5 +175,5 @@ class _Reader:
             return number
         return text
 
-    def _problem(self, message: str, at: str, hint: str = "") -> None:
+    def _problem(self, message: str, at: str, hint: str) -> None:
         self.document.problems.append(Problem(message, at, hint))

@@ -53,10 +53,14 @@ class _Entry:
 
 
 class DigestCache:
-    """One small JSON file for each (real path, purpose), in ``folder``; None remembers nothing."""
+    """One small JSON file for each (real path, purpose), in ``folder``; None remembers nothing.
 
-    def __init__(self, folder: Path | None) -> None:
+    Without ``writes`` nothing more is remembered, and nothing forgotten.
+    """
+
+    def __init__(self, folder: Path | None, *, writes: bool = True) -> None:
         self.folder = folder
+        self.writes = writes
 
     def get(self, path: Path, purpose: str, key: StatKey) -> dict[str, str] | None:
         """Return what was stored for ``path`` in the state ``key``, or None."""
@@ -78,7 +82,7 @@ class DigestCache:
     def put(self, path: Path, purpose: str, key: StatKey, values: Mapping[str, str]) -> None:
         """Remember ``values`` for ``path`` in the state ``key``; failing to is not an error."""
         place = self._place(path, purpose)
-        if place is None:
+        if place is None or not self.writes:
             return
         kept = dict(values)
         data = canonical_json(to_plain(_Entry(key, kept, _checksum(key, kept))))
@@ -110,7 +114,7 @@ class DigestCache:
     def forget(self, path: Path, purpose: str) -> None:
         """Drop what is remembered for ``path``."""
         place = self._place(path, purpose)
-        if place is not None:
+        if place is not None and self.writes:
             with contextlib.suppress(OSError):
                 place.unlink()
 
@@ -138,10 +142,10 @@ def _home_of_user() -> str:
         return ""
 
 
-def default_cache() -> DigestCache:
+def default_cache(*, writes: bool = True) -> DigestCache:
     """Return the user's cache, ``digests`` in `cache_root`, or one that remembers nothing."""
     root = cache_root()
-    return DigestCache(root / "digests" if root else None)
+    return DigestCache(root / "digests" if root else None, writes=writes)
 
 
 def make_cache_folder(folder: Path) -> None:

@@ -46,11 +46,11 @@ def resolve_biases(
         found: dict[int, float] = {}
         for index, item in enumerate(action.sampling.logit_bias if action else ()):
             place = loaded.place("actions", profile.name, "sampling", "logit_bias", index)
-            ids, problem = _ids(item, ids_of, len(tokens))
+            ids, problem, hint = _ids(item, ids_of, len(tokens))
             if not problem and not found.keys().isdisjoint(ids):
-                problem = f"token {ids[0]} has a bias already"
+                problem, hint = f"token {ids[0]} has a bias already", "keep one of its entries"
             if problem:
-                problems.append(Problem(problem, place))
+                problems.append(Problem(problem, place, hint))
             found |= dict.fromkeys(ids, item.bias)
         biases = tuple(TokenBias(token, bias) for token, bias in sorted(found.items()))
         out.append(replace(profile, sampling=replace(profile.sampling, logit_bias=biases)))
@@ -59,12 +59,12 @@ def resolve_biases(
     return tuple(out)
 
 
-def _ids(item: config.LogitBias, ids_of: Mapping[bytes, list[int]], size: int) -> tuple[list[int], str]:
-    """Return the ids that an entry names, or what is wrong with it."""
+def _ids(item: config.LogitBias, ids_of: Mapping[bytes, list[int]], size: int) -> tuple[list[int], str, str]:
+    """Return the ids that an entry names, or what is wrong with it and what to do."""
     if item.id is not None:
         wrong = f"id {item.id} is no token: the tokenizer has {size}" if item.id >= size else ""
-        return [item.id], wrong
+        return [item.id], wrong, f"use an id from 0 to {size - 1}"
     text = item.text or ""
     ids = ids_of.get(text.encode(), [])
-    wrong = "" if ids else f"{text!r} is not one token of this tokenizer; name a token, or give its 'id'"
-    return ids, wrong
+    wrong = "" if ids else f"{text!r} is not one token of this tokenizer"
+    return ids, wrong, "name a token, its leading space included, or give its 'id'"

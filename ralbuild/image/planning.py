@@ -85,12 +85,12 @@ class ImageParts:
 
 
 def plan_image(
-    base: BaseImage, parts: ImageParts, *, volume: bool = False, weights_base: BaseImage | None = None
+    base: BaseImage | None, parts: ImageParts, *, volume: bool = False, weights_base: BaseImage | None = None
 ) -> ImagePlan:
     """Return the plan of an image on ``base``.
 
     Args:
-        base: what it is built on.
+        base: what it is built on; None where that is not made yet: every layer of ours is the same.
         parts: what goes into it.
         volume: put the model's files into an image of their own, which is mounted at `MODEL_DIR`.
         weights_base: what that image is built on, for those who start it; None builds it on nothing.
@@ -98,7 +98,8 @@ def plan_image(
     Raises:
         ImageError: when the base was not made for this target.
     """
-    check_base(base, parts.bundle.target)
+    if base is not None:
+        check_base(base, parts.bundle.target)
     model = (*_weight_layers(parts.model.shards), _model_layer(parts))
     interpreter = (parts.interpreter,) if parts.interpreter is not None else ()
     ours = (_launcher_layer(), *_bundle_layers(parts))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ralbuild.checking import LAYER_MTIME
 from ralbuild.digests import LayerCopies, default_cache
@@ -30,6 +31,9 @@ from ralbuild.supply.secrets import refuse_secrets
 from ralbuild.weights.card import read_license
 from ralbuild.weights.scan import ScannedModel
 
+if TYPE_CHECKING:
+    from ralbuild.image.base import Work
+
 
 def build_image(
     request: BuildRequest, outputs: tuple[Output, ...], tag: str, report: Report
@@ -48,16 +52,51 @@ def build_image(
     return compiled, image, written
 
 
-def plan_only(
-    request: BuildRequest, outputs: tuple[Output, ...], report: Report
-) -> tuple[Compiled, ImagePlan, Image]:
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """An image that is not written.
+
+    Attributes:
+        compiled, plan, image: as a build makes them.
+        missing: what a build would make first and a dry run does not, in words. With any, the image's layers
+            are right but for those, and its digest is not known.
+    """
+
+    compiled: Compiled
+    plan: ImagePlan
+    image: Image
+    missing: tuple[str, ...]
+
+
+def plan_only(request: BuildRequest, outputs: tuple[Output, ...], report: Report) -> Planned:
     """Do everything but write the image: for ``--dry-run`` and ``--check-repro``."""
     with open_registries(request.registry) as registries:
         compiled, plan, image = _make(request, outputs, report, registries)
         for output in outputs:
             if isinstance(output, RegistryOutput):
                 check_limits(image, registries.repository(output.reference).registry.profile)
-    return compiled, plan, image
+    return Planned(compiled, plan, image, missing_parts(request, compiled) if request.dry_run else ())
+
+
+def missing_parts(request: BuildRequest, compiled: Compiled) -> tuple[str, ...]:
+    """Say what of an image's parts is not in the user's cache and would be made."""
+    from ralbuild.image.base import base_work, find_base, find_interpreter, interpreter_work
+
+    missing = []
+    if request.base is None and find_base(request.target) is None:
+        missing.append(_work(base_work(request.target)))
+    if _is_interpreted(compiled) and find_interpreter() is None:
+        missing.append(_work(interpreter_work()))
+    return tuple(missing)
+
+
+def _work(work: Work) -> str:
+    size, room = format_bytes(work.download), format_bytes(work.room)
+    return f"{work.part}: {work.packages} locked packages, {size}, {room} of disk meanwhile"
+
+
+def _is_interpreted(compiled: Compiled) -> bool:
+    return any(kernel.source is not None for kernel in compiled.bundle.kernels)
 
 
 def _make(
@@ -123,10 +162,11 @@ def _chosen_base(request: BuildRequest, registries: Registries) -> BaseImage | N
     return base
 
 
-def _embedded_base(target: str, report: Report, registries: Registries) -> BaseImage:
-    from ralbuild.image.base import ensure_base  # its makers are needed only where no base was given
+def _embedded_base(request: BuildRequest, report: Report, registries: Registries) -> BaseImage | None:
+    from ralbuild.image.base import ensure_base, find_base  # needed only where no base was given
 
-    return open_base(LayoutBase(ensure_base(target, report)), registries)
+    layout = find_base(request.target) if request.dry_run else ensure_base(request.target, report)
+    return open_base(LayoutBase(layout), registries) if layout is not None else None
 
 
 def assemble(
@@ -146,15 +186,16 @@ def assemble(
     config = (compiled.loaded.path.name, compiled.loaded.source)
     refuse_secrets((config, *compiled.model.files), request.ignored_secrets)
     with report.stage("base") as stage:
-        base = chosen or _embedded_base(request.target, report, registries)
-        size = sum(layer.size for layer in base.layers)
-        stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
-        interpreted = any(kernel.source is not None for kernel in compiled.bundle.kernels)
+        base = chosen or _embedded_base(request, report, registries)
+        stage.summary = "not made yet"
+        if base is not None:
+            size = sum(layer.size for layer in base.layers)
+            stage.summary = f"{len(base.layers)} layers, {format_bytes(size)}, {base.digest[:19]}"
         interpreter = None
-        if interpreted:
-            from ralbuild.image.base import interpreter_layer
+        if _is_interpreted(compiled):
+            from ralbuild.image.base import find_interpreter, interpreter_layer
 
-            interpreter = interpreter_layer(report)
+            interpreter = find_interpreter() if request.dry_run else interpreter_layer(report)
     parts = ImageParts(
         model=compiled.model,
         bundle=compiled.bundle,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ralbuild import __version__
@@ -14,7 +14,7 @@ from ralbuild.compile.spec import builtin_specs
 from ralbuild.config.load import LoadedConfig, load_config
 from ralbuild.contract import bundle as contract
 from ralbuild.contract.codec import canonical_json, sha256_hex, to_plain
-from ralbuild.digests import LayerCopies, default_cache
+from ralbuild.digests import DigestCache, LayerCopies, default_cache
 from ralbuild.errors import CacheError
 from ralbuild.files import write_atomically
 from ralbuild.fold.folding import Folded, fold
@@ -53,10 +53,11 @@ def compile_model(request: BuildRequest, report: Report, copies: LayerCopies | N
     """
     loaded = load_config(request.config)
     refuse_user_kernels(loaded, request.target)
-    cache = Cache(request.cache_dir, report)
-    model = verify_model(request.model, report, request.checks, cache, copies)
+    cache = Cache(request.cache_dir, report, writes=not request.dry_run)
+    checks = replace(request.checks, remember=not request.dry_run)
+    model = verify_model(request.model, report, checks, cache, copies)
     if request.reshard:
-        model = _reshard(model, request.reshard, report)
+        model = _reshard(model, request.reshard, default_cache(writes=not request.dry_run), report)
     engine = engine_of(loaded, model, request.target)
     with report.stage("fold") as stage:
         folded = fold(loaded, model.vocabulary.tokens, strips=model.vocabulary.strips)
@@ -90,12 +91,12 @@ def _note_overlaps(loaded: LoadedConfig, folded: Folded, report: Report) -> None
         report.note(f"{len(lines) - SHOWN_OVERLAPS} more overlaps of routes; `ralbuild explain` lists them")
 
 
-def _reshard(model: ScannedModel, limit: int, report: Report) -> ScannedModel:
+def _reshard(model: ScannedModel, limit: int, digests: DigestCache, report: Report) -> ScannedModel:
     from ralbuild.weights.reshard import reshard
 
     with report.stage("reshard") as stage:
         progress = byte_counter(report, model.weight_bytes)
-        fresh = reshard(model, limit, default_cache(), LAYER_MTIME, progress)
+        fresh = reshard(model, limit, digests, LAYER_MTIME, progress)
         stage.summary = f"{len(model.shards)} weight files become {len(fresh.shards)}"
     return fresh
 

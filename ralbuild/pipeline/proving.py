@@ -21,7 +21,7 @@ def kernel_sources(request: BuildRequest, compiled: Compiled, report: Report) ->
 
     users = user_steps(compiled.loaded, compiled.model, compiled.bundle.engine.max_seq_len)
     specs = (*builtin_specs(), *(step.spec for step in users))
-    return sources_of(compiled.bundle, specs, Cache(request.cache_dir, report))
+    return sources_of(compiled.bundle, specs, Cache(request.cache_dir, report, writes=not request.dry_run))
 
 
 def prove_kernels(request: BuildRequest, compiled: Compiled, report: Report) -> str:

@@ -34,6 +34,7 @@ class BuildRequest:
         volume: put the weights into an image of their own, which is mounted.
         weights_base: what that image is built on; None builds it on nothing.
         modelpack: add a ModelPack manifest of the model.
+        dry_run: write nothing, caches included, and make no base; `plan_only` says what is missing.
     """
 
     model: Path
@@ -52,3 +53,4 @@ class BuildRequest:
     volume: bool = False
     weights_base: BaseSource | None = None
     modelpack: bool = False
+    dry_run: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from ralbuild.engine import Launch
+from ralbuild.engine import Box, Launch
 
 SITE_LABEL, COLOUR_LABEL = "io.ralbuild.release.site", "io.ralbuild.release.colour"
 
@@ -24,6 +24,12 @@ class ContainerHost(Protocol):
 
     def pull(self, reference: str) -> str:
         """Pull an image by digest and return its id."""
+
+    def labelled(self, label: str, value: str) -> list[Box]:
+        """Return the containers, running or not, that were started with this label, by name."""
+
+    def discard(self, image: str) -> bool:
+        """Remove an image by id; tell whether it is gone: what something else uses or names stays."""
 
     def start(self, launch: Launch) -> None:
         """Create and start a container; one of the same name is replaced."""

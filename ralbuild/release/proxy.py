@@ -29,6 +29,13 @@ START_SECONDS = 10.0
 FREE_SECONDS = 2.0
 """How long a proxy that ends may hold its address."""
 UNIT_FILE = "ral-proxy.service"
+FILES = (
+    *("haproxy.cfg", "park.lua", "503.http", "state.map", "ha.sock", "haproxy.pid"),
+    *("nginx.conf", "active.conf", "nginx.log", "nginx.pid", UNIT_FILE),
+)
+"""What the proxies have in a site."""
+FOLDERS = ("body", "proxy", "fastcgi", "uwsgi", "scgi")
+"""Where nginx keeps what does not fit into memory."""
 
 
 class Proxy(Protocol):
@@ -127,13 +134,14 @@ class _Daemon:
         self.settings = settings
 
     def pid(self) -> int:
-        """Return the process that the pid file names, when it is the proxy; else 0."""
+        """Return the process that the pid file names, when it is the proxy of this folder; else 0."""
         try:
             number = int((self.folder / self.pid_name).read_text())
             command = Path(f"/proc/{number}/cmdline").read_bytes()
         except (OSError, ValueError):
             return 0
-        return number if self.program.encode() in command.split(b"\0", 1)[0] else 0
+        ours = self.program.encode() in command.split(b"\0", 1)[0] and bytes(self.folder) in command
+        return number if ours else 0
 
     def running(self) -> bool:
         return self.pid() != 0

@@ -45,14 +45,17 @@ class BufferFile:
         reader = _Reader(self.document)
         for name in given:
             if name not in shown:
-                reader.wrong(f"{kernel.name!r} has no parameter {name!r}", name, hint=", ".join(shown))
+                reader.wrong(
+                    f"{kernel.name!r} has no parameter {name!r}", name, hint=f"it has: {', '.join(shown)}"
+                )
         out = {
             name: reader.argument(param, given[name]) if name in given else defaults.get(name)
             for name, param in shown.items()
         }
         for name, value in out.items():
             if value is None and not reader.problems:
-                reader.wrong(f"{kernel.name!r} needs a buffer for {name!r}")
+                hint = f"add `{name}: {{size: 64}}` under 'buffers'"
+                reader.wrong(f"{kernel.name!r} needs a buffer for {name!r}, found none", hint=hint)
         if reader.problems:
             raise ConfigError.of(reader.problems)
         return {name: value for name, value in out.items() if value is not None}
@@ -68,22 +71,32 @@ def read_buffer_file(path: Path) -> BufferFile:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", place=str(path)) from None
+        hint = "write one as docs/simulate.md shows, and name it with --buffers"
+        raise UsageError(f"cannot be read: {error.strerror}", place=str(path), hint=hint) from None
     document = read_yaml(data, str(path))
     if document.problems:
         raise ConfigError.of(document.problems)
     reader = _Reader(document)
     top = document.value
     if not isinstance(top, dict) or not isinstance(top.get("buffers"), dict):
-        raise ConfigError("needs a mapping with the key 'buffers'", place=document.place(()) or str(path))
+        found = f"the keys {', '.join(map(str, top))}" if isinstance(top, dict) else "no mapping"
+        raise ConfigError(
+            f"needs a mapping with the key 'buffers', itself a mapping; found {found}",
+            place=document.place(()) or str(path),
+            hint="buffers: {NAME: {size: 64}} gives the parameter NAME 64 zeros",
+        )
     for key in top:
         if key not in _TOP:
-            reader.wrong(f"unknown key {key!r}", top=key, hint=", ".join(_TOP))
+            reader.wrong(f"unknown key {key!r}", top=key, hint=f"keys here: {', '.join(_TOP)}")
     counts = {}
     for key, most in (("blocks", MAX_BLOCKS), ("launches", 1000)):
         value = top.get(key, 1)
         if type(value) is not int or not 1 <= value <= most:
-            reader.wrong(f"needs a whole number from 1 to {most}, found {value!r}", top=key)
+            reader.wrong(
+                f"needs a whole number from 1 to {most}, found {value!r}",
+                top=key,
+                hint=f"leave {key!r} out for 1",
+            )
         counts[key] = value
     if reader.problems:
         raise ConfigError.of(reader.problems)
@@ -97,8 +110,8 @@ class _Reader:
         self.document = document
         self.problems: list[Problem] = []
 
-    def wrong(self, message: str, name: str = "", key: str = "", top: str = "", hint: str = "") -> None:
-        """Note a mistake at a parameter, one of its keys, or a key of the file."""
+    def wrong(self, message: str, name: str = "", key: str = "", top: str = "", *, hint: str) -> None:
+        """Note a mistake at a parameter, one of its keys, or a key of the file; ``hint`` says what to do."""
         path = (top,) if top else tuple(part for part in ("buffers", name, key) if part)
         self.problems.append(Problem(message, self.document.place(path, key=not key), hint))
 
@@ -109,12 +122,13 @@ class _Reader:
         if not pointer:
             return self._number(param, value, dtype, "")
         if not isinstance(value, dict):
-            self.wrong(f"needs a mapping with 'size' or 'values', found {value!r}", param.name)
+            hint = f"{param.name}: {{size: 64}} is 64 zeros"
+            self.wrong(f"needs a mapping with 'size' or 'values', found {value!r}", param.name, hint=hint)
             return None
         before = len(self.problems)
         for key in value:
             if key not in _KEYS:
-                self.wrong(f"unknown key {key!r}", param.name, key, hint=", ".join(_KEYS))
+                self.wrong(f"unknown key {key!r}", param.name, key, hint=f"keys here: {', '.join(_KEYS)}")
         array = self._array(param, value, dtype)
         return array if len(self.problems) == before else None
 
@@ -122,10 +136,15 @@ class _Reader:
         listed = value.get("values", [])
         size = value.get("size", len(listed) if isinstance(listed, list) else 0)
         if type(size) is not int or not 1 <= size <= MAX_ELEMENTS:
-            self.wrong(f"needs 1 to {MAX_ELEMENTS} elements, found {size!r}", param.name, "size")
+            hint = "give 'size', or the elements in 'values'"
+            self.wrong(f"needs 1 to {MAX_ELEMENTS} elements, found {size!r}", param.name, "size", hint=hint)
             return None
         if not isinstance(listed, list) or len(listed) > size:
-            self.wrong(f"needs a list of at most {size} numbers", param.name, "values")
+            found = f"{len(listed)} of them" if isinstance(listed, list) else "no list"
+            hint = "leave 'size' out, or make it larger"
+            self.wrong(
+                f"needs a list of at most {size} numbers, found {found}", param.name, "values", hint=hint
+            )
             return None
         out = np.zeros(size, dtype)
         if "random" in value:
@@ -140,13 +159,18 @@ class _Reader:
     def _randomize(self, param: Param, value: dict[str, Any], out: Array) -> None:
         bounds, seed = value["random"], value.get("seed", 1)
         if not isinstance(bounds, list) or len(bounds) != 2 or type(seed) is not int or seed < 0:
-            self.wrong("needs 'random: [least, most]' and a seed that is not negative", param.name, "random")
+            found = f"{bounds!r} and the seed {seed!r}"
+            message = f"needs 'random: [least, most]' and a seed that is not negative, found {found}"
+            self.wrong(message, param.name, "random", hint="random: [-1, 1], seed: 1")
             return
         if any(self._number(param, bound, out.dtype, "random") is None for bound in bounds):
             return
         low, high = bounds
         if low > high:
-            self.wrong(f"needs two numbers in ascending order, found {bounds}", param.name, "random")
+            hint = f"random: [{high}, {low}]"
+            self.wrong(
+                f"needs two numbers in ascending order, found {bounds}", param.name, "random", hint=hint
+            )
             return
         rng = np.random.default_rng(seed)
         if "bf16" in param.type:
@@ -158,11 +182,14 @@ class _Reader:
 
     def _set(self, param: Param, pairs: object, out: Array) -> None:
         if not isinstance(pairs, dict):
-            self.wrong("needs a mapping of element to number", param.name, "set")
+            hint = "set: {0: 1} makes the first element 1"
+            self.wrong(f"needs a mapping of element to number, found {pairs!r}", param.name, "set", hint=hint)
             return
         for at, item in pairs.items():
             if not at.isascii() or not at.isdecimal() or len(at) > 10 or int(at) >= out.size:
-                self.wrong(f"needs an element from 0 to {out.size - 1}, found {at!r}", param.name, "set")
+                hint = "elements are counted from 0; 'size' makes room for more"
+                message = f"needs an element from 0 to {out.size - 1}, found {at!r}"
+                self.wrong(message, param.name, "set", hint=hint)
                 return
             out[int(at)] = self._number(param, item, out.dtype, "set") or 0
 
@@ -175,7 +202,11 @@ class _Reader:
             fits = lambda x: limits.min <= x <= limits.max  # noqa: E731
         kinds = (int,) if whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not fits(value):
-            self.wrong(f"needs a number of type {param.type.lstrip('*')}, found {value!r}", param.name, key)
+            hint = (
+                f"a whole number from {limits.min} to {limits.max}" if whole else "a number, without quotes"
+            )
+            message = f"needs a number of type {param.type.lstrip('*')}, found {value!r}"
+            self.wrong(message, param.name, key, hint=hint)
             return None
         if "bf16" in param.type:
             return int(np.float32(value).view(np.uint32) >> np.uint32(16))

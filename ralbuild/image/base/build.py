@@ -16,7 +16,7 @@ from ralbuild.image.base.fetch import fetch_wheels
 from ralbuild.image.base.files import cache_dir, exclusive
 from ralbuild.image.base.layers import plan_base
 from ralbuild.image.base.libraries import Checked, check_libraries
-from ralbuild.image.base.lockfile import Lock, load_lock, read_lock
+from ralbuild.image.base.lockfile import Lock, Work, load_lock, read_lock, work_of
 from ralbuild.image.base.recipe import DEBIAN_PACKAGES, DROPPED_PACKAGES, MACHINE
 from ralbuild.image.base.report import Report
 from ralbuild.image.base.store import BaseStore, base_key
@@ -38,13 +38,27 @@ def ensure_base(target: str, report: Report, lock_file: Path | None = None) -> P
     Raises:
         UsageError, HostError, ImageError: as `build_base`.
     """
+    found = find_base(target, lock_file)
+    if found is not None:
+        return found
+    return _build(target, chosen_lock(target, lock_file), _store(), report, refresh=False)
+
+
+def find_base(target: str, lock_file: Path | None = None) -> Path | None:
+    """Return the layout of the finished base for ``target``, or None when there is none yet.
+
+    Raises:
+        UsageError, HostError, ImageError: as `chosen_lock`.
+    """
     lock = chosen_lock(target, lock_file)
     store = _store()
     with host_errors(store.folder, base_target(target).room):
-        found = store.newest(target, lock)
-    if found is not None:
-        return found
-    return _build(target, lock, store, report, refresh=False)
+        return store.newest(target, lock)
+
+
+def base_work(target: str) -> Work:
+    """Return what making the base for ``target`` takes; Debian's packages come on top."""
+    return work_of(f"the base for {target}", chosen_lock(target, None), base_target(target).room)
 
 
 def build_base(target: str, report: Report, lock_file: Path | None = None) -> Path:

@@ -17,7 +17,7 @@ from ralbuild.image.base.elf import strip_symbols
 from ralbuild.image.base.fetch import fetch_wheels
 from ralbuild.image.base.files import cache_dir, exclusive
 from ralbuild.image.base.layers import tree_entries
-from ralbuild.image.base.lockfile import Lock, load_lock
+from ralbuild.image.base.lockfile import Lock, Work, load_lock, work_of
 from ralbuild.image.base.prune import keeps
 from ralbuild.image.base.recipe import RECIPE
 from ralbuild.image.base.report import Report
@@ -37,10 +37,9 @@ def interpreter_layer(report: Report) -> LayerPlan:
         ImageError: when it is not the locked one.
     """
     lock = load_lock("interpreter")
-    name = f"triton-{lock.version('triton')}"
-    folder = cache_dir() / "interpreter"
+    tree = _tree(lock)
+    folder = tree.parent
     make_cache_folder(folder)
-    tree = folder / f"{name}-{RECIPE}-{lock.sha256[:16]}"
     with host_errors(folder, _ROOM), exclusive(folder / ".lock"):
         for old in folder.glob(".work-*"):  # of a killed build
             shutil.rmtree(old, ignore_errors=True)
@@ -54,7 +53,37 @@ def interpreter_layer(report: Report) -> LayerPlan:
             unpack_wheel(wheel, work / _PACKAGES, keeps("triton"), strip_symbols)
             (work / INTERPRETER_MANIFEST.strip("/")).write_bytes(_manifest(wheel, lock))
             work.rename(tree)
-    return LayerPlan(name, "small", tuple(tree_entries(tree)), (_PACKAGES.partition("/")[0],))
+    return _layer(tree, lock)
+
+
+def find_interpreter() -> LayerPlan | None:
+    """Return the layer when it has been unpacked before, else None.
+
+    Raises:
+        HostError: for a user without a home.
+    """
+    lock = load_lock("interpreter")
+    tree = _tree(lock)
+    return _layer(tree, lock) if tree.is_dir() else None
+
+
+def interpreter_work() -> Work:
+    """Return what making the layer takes."""
+    lock = load_lock("interpreter")
+    return work_of(f"{_name(lock)}, which interprets user kernels", lock, _ROOM)
+
+
+def _name(lock: Lock) -> str:
+    return f"triton-{lock.version('triton')}"
+
+
+def _tree(lock: Lock) -> Path:
+    """Return where the unpacked layer lies; the name says what is in it."""
+    return cache_dir() / "interpreter" / f"{_name(lock)}-{RECIPE}-{lock.sha256[:16]}"
+
+
+def _layer(tree: Path, lock: Lock) -> LayerPlan:
+    return LayerPlan(_name(lock), "small", tuple(tree_entries(tree)), (_PACKAGES.partition("/")[0],))
 
 
 def _manifest(wheel: Path, lock: Lock) -> bytes:

@@ -49,6 +49,28 @@ class Lock:
         return {wheel.name: wheel.version for wheel in self.wheels}[name]
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What making a part of an image takes.
+
+    Attributes:
+        part: what it is.
+        packages: how many locked packages go into it.
+        download: their bytes, as far as the lock says them; those in the user's cache are not fetched again.
+        room: bytes of disk that it takes meanwhile.
+    """
+
+    part: str
+    packages: int
+    download: int
+    room: int
+
+
+def work_of(part: str, lock: Lock, room: int) -> Work:
+    """Return what making ``part`` from the packages of ``lock`` takes."""
+    return Work(part, len(lock.wheels), sum(wheel.size for wheel in lock.wheels), room)
+
+
 def load_lock(target: str) -> Lock:
     """Return the lock that ships with ralbuild for ``target`` (``cpu``, ``cuda``)."""
     return read_lock(shipped_lock(target))

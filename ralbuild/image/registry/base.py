@@ -11,9 +11,20 @@ from ralbuild.contract.codec import FormatError, parse_json
 from ralbuild.errors import ImageError
 from ralbuild.image.oci import MAX_MANIFEST
 from ralbuild.image.plan import BaseImage, BaseLayer, RemoteBlob
-from ralbuild.image.reader import load_image
+from ralbuild.image.reader import StoredImage, load_image
 from ralbuild.image.registry.client import MANIFEST_TYPES, Repository
 from ralbuild.image.registry.reference import Reference
+
+
+def read_image(repository: Repository, reference: Reference, architecture: str = "amd64") -> StoredImage:
+    """Return the image at ``reference``, which has a digest, with manifest and config alone.
+
+    Raises:
+        ImageError: when it is missing or damaged, no image for ``architecture``, or the registry lies.
+    """
+    blobs = _Blobs(repository, str(reference))
+    index = {"manifests": [blobs.descriptor(reference.digest)]}
+    return load_image(blobs.open, index, str(reference), architecture=architecture)
 
 
 def pull_base(repository: Repository, reference: Reference, architecture: str = "amd64") -> BaseImage:
@@ -22,11 +33,9 @@ def pull_base(repository: Repository, reference: Reference, architecture: str = 
     The base's own digest is that of the platform's manifest; its name keeps what was asked for.
 
     Raises:
-        ImageError: when it is missing or damaged, no image for ``architecture``, or the registry lies.
+        ImageError: as `read_image`.
     """
-    blobs = _Blobs(repository, str(reference))
-    index = {"manifests": [blobs.descriptor(reference.digest)]}
-    image = load_image(blobs.open, index, str(reference), architecture=architecture)
+    image = read_image(repository, reference, architecture)
     layers = tuple(
         BaseLayer(
             layer.media_type,
