@@ -21,6 +21,9 @@ from ralbuild.image.registry.reference import Reference, parse_reference
 from ralbuild.image.registry.upload import Uploader
 from ralbuild.image.sink import SinkResult
 
+_LOOK_SECONDS = 0.5
+"""Longest wait without a look at signals: one that comes just before a lock is waited for is not seen."""
+
 
 class RegistrySink:
     """An image that is being pushed; made by `open_registry`, which ends its threads."""
@@ -45,13 +48,18 @@ class RegistrySink:
 
     def add(self, layer: Layer) -> None:
         """Begin to send a layer; waits while as many are being sent as may be."""
-        self._room.acquire()
+        while not self._room.acquire(timeout=_LOOK_SECONDS):
+            pass
         self._raise_failed()
         self._sending[layer.digest.sha256] = self._pool.submit(self._put, layer)
 
     def finish(self) -> SinkResult:
         """Wait for the layers, then send config, manifest and what lies beside the image."""
-        wait(self._sending.values(), return_when=FIRST_EXCEPTION)
+        left = set(self._sending.values())
+        while left:
+            done, left = wait(left, _LOOK_SECONDS, FIRST_EXCEPTION)
+            if any(future.exception() for future in done):
+                break
         self._raise_failed()
         sent = {name: future.result() for name, future in self._sending.items()}
         self._put_artifacts(self._image.companions)  # before the image that needs them
