@@ -107,22 +107,16 @@ class Bench:
         found: dict[str, list[float]] = {}
         for number in range(self.rounds + 1):
             for name, start in kinds.items():
-                found.setdefault(name, []).append(_start_once(start, None))
+                found.setdefault(name, []).append(_once(start(None), _answer))
                 if number == 1:
                     bare = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(self.folder / "none")}
-                    found[f"{name}, no bytecode"] = [_start_once(start, bare)]
+                    found[f"{name}, no bytecode"] = [_once(start(bare), _answer)]
         # The first start of each brings its files into memory and is not counted.
         return {name: statistics.median(times[1:] or times) for name, times in found.items()}
 
     def health(self) -> float:
         """Return seconds from a start of ours to an answer of /health; the first is not counted."""
-        times = []
-        for _ in range(HEALTH_STARTS + 1):
-            server = self.ours(10)
-            try:
-                times.append(server.wait_health())
-            finally:
-                server.close()
+        times = [_once(self.ours(10), Server.wait_health) for _ in range(HEALTH_STARTS + 1)]
         return statistics.median(times[1:])
 
     def speeds(self) -> dict[str, dict[int, list[Round]]]:
@@ -175,12 +169,16 @@ class Bench:
         return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _start_once(start: Callable[[dict[str, str] | None], Server], env: dict[str, str] | None) -> float:
-    server = start(env)
+def _once(server: Server, wait: Callable[[Server], float]) -> float:
+    """Return what ``wait`` says of a server that was just started, and end it."""
     try:
-        return server.wait_answer(1)
+        return wait(server)
     finally:
         server.close()
+
+
+def _answer(server: Server) -> float:
+    return server.wait_answer(1)
 
 
 def _row(rounds: list[Round], peak_mb: float, cpu: float) -> dict[str, float]:

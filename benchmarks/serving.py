@@ -83,7 +83,7 @@ class Server:
                 return begin - self.began + self.ask(QUESTIONS[0], tokens).first
             except (OSError, http.client.HTTPException):
                 time.sleep(0.05)
-        raise SystemExit(f"the server ended:\n{self._path.read_text()[-2000:]}")
+        raise self._ended()
 
     def wait_health(self) -> float:
         """Ask for /health until it answers with 200; return the seconds from the process's start."""
@@ -97,7 +97,7 @@ class Server:
                 time.sleep(0.001)
             finally:
                 connection.close()
-        raise SystemExit(f"the server ended:\n{self._path.read_text()[-2000:]}")
+        raise self._ended()
 
     def ask(self, question: str, tokens: int) -> Answer:
         """Stream one greedy answer.
@@ -147,6 +147,9 @@ class Server:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
             kilobytes += next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
         return kilobytes / 1024
+
+    def _ended(self) -> SystemExit:
+        return SystemExit(f"the server ended:\n{self._path.read_text()[-2000:]}")
 
     def close(self) -> None:
         """End the server."""

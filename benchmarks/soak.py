@@ -181,16 +181,15 @@ def gauges(address: tuple[str, int]) -> dict[str, float]:
 def tiny_server() -> Iterator[tuple[str, int]]:
     """Serve a tiny random model; yield its address and process id."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from runtime_fixtures import make_image, make_model, running  # type: ignore[import-not-found]
-    from safetensors.torch import load_file, save_file
+    from runtime_fixtures import make_image, make_model, running, store_as  # type: ignore[import-not-found]
+    from torch import bfloat16
 
     from ralbuild.contract.bundle import Engine
 
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         # Published weights are of two bytes; those of four keep other code of the libraries busy.
-        state = load_file(model / "model.safetensors")
-        save_file({name: item.bfloat16() for name, item in state.items()}, model / "model.safetensors")
+        store_as(model, bfloat16)
         image = make_image(Path(folder) / "root", model, engine=Engine(4, 512, "float32"))
         with running(image, {"RAL_THREADS": "1", "RAL_QUEUE": "6"}) as runtime:
             yield runtime.url, runtime.process.pid

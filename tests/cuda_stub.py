@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,14 @@ ARCH = "sm_80"  # that of `compiled`, which other tests share
 
 def header() -> Path:
     return toolchain().triton_root / "backends/nvidia/include/cuda.h"
+
+
+def require_facts(folder: Path, include: Path, header: str, facts: Mapping[str, object]) -> None:
+    """Let a C compiler compare constant expressions with our values, under one of NVIDIA's headers."""
+    source = folder / "facts.c"
+    checks = "\n".join(f'_Static_assert({name} == {value}, "{name}");' for name, value in facts.items())
+    source.write_text(f"#include <stddef.h>\n#include <{header}>\n{checks}\n")
+    subprocess.run(["cc", "-fsyntax-only", f"-I{include}", str(source)], check=True)
 
 
 def build_stub(folder: Path) -> Path:

@@ -123,6 +123,14 @@ def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
     return folder
 
 
+def store_as(folder: Path, dtype: Any) -> None:
+    """Rewrite a model's weights as elements of ``dtype``, as published models have them."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    save_file({name: item.to(dtype) for name, item in load_file(path).items()}, path, {"format": "pt"})
+
+
 def token_bytes(folder: Path) -> list[bytes]:
     """Return the bytes of every token of a byte-level tokenizer; special tokens have none."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode

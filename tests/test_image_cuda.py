@@ -17,8 +17,7 @@ import torch
 from cli_support import NO_KERNELS, ralbuild, write_fake_base
 from cuda_device import know, on_device
 from cuda_stub import Stub
-from runtime_fixtures import make_model
-from safetensors.torch import load_file, save_file
+from runtime_fixtures import make_model, store_as
 
 from ralbuild.contract import places
 from ralbuild.contract.bundle import read_bundle
@@ -129,9 +128,7 @@ def test_an_image_for_processors_says_that_two_bytes_stay_two(
     tmp_path: Path, stored: torch.dtype, bytes_each: int
 ) -> None:
     """Computed in float32 all three; `ralbuild.runtime.model.linear` has why."""
-    make_model(tmp_path / "model")
-    weights = tmp_path / "model" / "model.safetensors"
-    save_file({name: item.to(stored) for name, item in load_file(weights).items()}, weights, {"format": "pt"})
+    store_as(make_model(tmp_path / "model"), stored)
     write_fake_base(tmp_path / "base")
     (tmp_path / "ral-config.yaml").write_text(f'version: "0.3"\nmodel: tiny\nmax_seq_len: 200\n{NO_KERNELS}')
     done = ralbuild("image", "--model", "model", "--base", "oci:base", cwd=tmp_path)

@@ -122,10 +122,7 @@ def test_every_number_is_the_one_of_nvidia_s_header(tmp_path: Path) -> None:
         "CU_LAUNCH_PARAM_BUFFER_SIZE_AS_INT": abi.PARAM_BUFFER_SIZE,
         "CUDA_SUCCESS": abi.SUCCESS,
     }
-    source = tmp_path / "numbers.c"
-    checks = "\n".join(f'_Static_assert({name} == {value}, "{name}");' for name, value in names.items())
-    source.write_text(f"#include <cuda.h>\n{checks}\n")
-    subprocess.run(["cc", "-fsyntax-only", f"-I{cuda_stub.header().parent}", str(source)], check=True)
+    cuda_stub.require_facts(tmp_path, cuda_stub.header().parent, "cuda.h", names)
 
 
 def test_compiling_is_off_before_the_driver_starts_whatever_the_environment_says(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runtime_fixtures import Image, Rules, make_image, make_model, token_bytes
+from runtime_fixtures import Image, Rules, make_image, make_model, store_as, token_bytes
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -347,8 +347,7 @@ def test_files_of_two_bytes_give_transformers_tokens_in_float32(
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(family, folder)
-    state = load_file(folder / "model.safetensors")
-    save_file({name: item.to(stored) for name, item in state.items()}, folder / "model.safetensors")
+    store_as(folder, stored)
     graph = open_graph(make_image(tmp_path / "root", folder), code_of(family))
     assert decode_together(graph, PROMPTS, 20) == by_transformers(folder, PROMPTS, 20)
 

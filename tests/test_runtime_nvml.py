@@ -142,10 +142,7 @@ def test_every_structure_and_number_is_the_one_of_nvidia_s_header(tmp_path: Path
         facts[f"sizeof({name})"] = ctypes.sizeof(kind)
         for field, _ in kind._fields_:
             facts[f"offsetof({name}, {field})"] = getattr(kind, field).offset
-    source = tmp_path / "facts.c"
-    checks = "\n".join(f'_Static_assert({name} == {value}, "{name}");' for name, value in facts.items())
-    source.write_text(f"#include <stddef.h>\n#include <nvml.h>\n{checks}\n")
-    subprocess.run(["cc", "-fsyntax-only", f"-I{header_folder()}", str(source)], check=True)
+    cuda_stub.require_facts(tmp_path, header_folder(), "nvml.h", facts)
 
 
 def test_the_driver_s_uuid_is_what_nvml_finds_and_comes_before_the_context(
@@ -252,6 +249,16 @@ def test_what_cannot_be_read_is_empty_and_said_once_a_reason(
 # The supervisor
 
 
+@pytest.fixture
+def supervised(library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """The library that a supervisor opens."""
+    monkeypatch.setattr(
+        "ralbuild.runtime.gpu_memory.GpuMemory",
+        lambda uuid, before: GpuMemory(uuid, before, library.path),
+    )
+    return library
+
+
 class Worker:
     """A worker that is there, says what it is told to, and ends when its line does."""
 
@@ -300,8 +307,9 @@ async def until(what: Any) -> None:
 
 
 def test_an_unload_tells_what_it_released_on_the_device_until_a_worker_is_back(
-    library: Library, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    supervised: Library, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    library = supervised
     made: list[Worker] = []
 
     def release() -> None:
@@ -313,10 +321,6 @@ def test_an_unload_tells_what_it_released_on_the_device_until_a_worker_is_back(
         return made[-1]
 
     monkeypatch.setattr("ralbuild.runtime.supervisor.WorkerProcess", make)
-    monkeypatch.setattr(
-        "ralbuild.runtime.supervisor.GpuMemory",
-        lambda uuid, before: GpuMemory(uuid, before, library.path),
-    )
     lifecycle, metrics = Lifecycle(), ServerMetrics()
 
     async def live() -> None:
@@ -359,13 +363,8 @@ def test_an_unload_tells_what_it_released_on_the_device_until_a_worker_is_back(
     assert f"before={RESTING} loaded={LOADED} now={RESTING}" in said
 
 
-def test_a_driver_that_hangs_holds_up_neither_metrics_nor_the_end(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "ralbuild.runtime.supervisor.GpuMemory",
-        lambda uuid, before: GpuMemory(uuid, before, library.path),
-    )
+def test_a_driver_that_hangs_holds_up_neither_metrics_nor_the_end(supervised: Library) -> None:
+    library = supervised
     lifecycle, metrics = Lifecycle(), ServerMetrics()
 
     async def live() -> None:

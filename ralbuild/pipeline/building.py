@@ -75,15 +75,15 @@ def plan_only(request: BuildRequest, outputs: tuple[Output, ...], report: Report
         for output in outputs:
             if isinstance(output, RegistryOutput):
                 check_limits(image, registries.repository(output.reference).registry.profile)
-    return Planned(compiled, plan, image, missing_parts(request, compiled) if request.dry_run else ())
+    return Planned(compiled, plan, image, missing_parts(request, compiled, plan) if request.dry_run else ())
 
 
-def missing_parts(request: BuildRequest, compiled: Compiled) -> tuple[str, ...]:
+def missing_parts(request: BuildRequest, compiled: Compiled, plan: ImagePlan) -> tuple[str, ...]:
     """Say what of an image's parts is not in the user's cache and would be made."""
-    from ralbuild.image.base import base_work, find_base, find_interpreter, interpreter_work
+    from ralbuild.image.base import base_work, find_interpreter, interpreter_work
 
     missing = []
-    if request.base is None and find_base(request.target) is None:
+    if plan.base is None:
         missing.append(_work(base_work(request.target)))
     if _is_interpreted(compiled) and find_interpreter() is None:
         missing.append(_work(interpreter_work()))

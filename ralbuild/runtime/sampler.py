@@ -282,5 +282,5 @@ def _descending(score: Logits, count: int) -> Iterator[int]:
         return
     least = np.partition(score, len(score) - count)[len(score) - count] if count < len(score) else -np.inf
     kept = np.flatnonzero((score >= least) & (score > -np.inf))
-    for index in kept[np.lexsort((kept, -score[kept]))][1:count]:
+    for index in kept[np.argsort(-score[kept], kind="stable")][1:count]:
         yield int(index)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from ralbuild.runtime import errors
 from ralbuild.runtime.errors import ApiError, StartError, WorkerLostError
 from ralbuild.runtime.exposition import ServerMetrics
-from ralbuild.runtime.gpu_memory import GpuMemory
 from ralbuild.runtime.lifecycle import RESTARTING, UNLOADED, Lifecycle
 from ralbuild.runtime.log import log_event
 from ralbuild.runtime.memory import own_resident
@@ -29,7 +28,8 @@ from ralbuild.runtime.tickets import Ticket
 from ralbuild.runtime.wire import Frames, Message, pack
 from ralbuild.runtime.workers import Deaths, WorkerProcess, reap_orphans
 
-if TYPE_CHECKING:  # the contract comes with it, and few servers have such a file
+if TYPE_CHECKING:  # ctypes comes with the first, the contract with the second; few servers have either
+    from ralbuild.runtime.gpu_memory import GpuMemory
     from ralbuild.runtime.rule_file import RuleFile
 
 MAX_PENDING = 64
@@ -342,6 +342,8 @@ class Supervisor:
                     self._lifecycle.enter(message["stage"])
                 self._lifecycle.move(message["stage"], message["percent"])
             case "device":
+                from ralbuild.runtime.gpu_memory import GpuMemory
+
                 if self._gpu is None or self._gpu.uuid != message["uuid"]:
                     self._gpu = GpuMemory(message["uuid"], message["used"])
             case "refused":

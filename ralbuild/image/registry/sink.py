@@ -57,10 +57,8 @@ class RegistrySink:
         """Wait for the layers, then send config, manifest and what lies beside the image."""
         left = set(self._sending.values())
         while left:
-            done, left = wait(left, _LOOK_SECONDS, FIRST_EXCEPTION)
-            if any(future.exception() for future in done):
-                break
-        self._raise_failed()
+            left = wait(left, _LOOK_SECONDS, FIRST_EXCEPTION).not_done
+            self._raise_failed()
         sent = {name: future.result() for name, future in self._sending.items()}
         self._put_artifacts(self._image.companions)  # before the image that needs them
         self._uploader.put_bytes(self._image.config)

@@ -46,7 +46,6 @@ _LEAST_LARGEST, _LARGEST = 0.5, 32768.0
 """A matrix is scaled unless its largest element lies between: a float16 rounds to 2 ** -25 at worst, and of
 0.5 that is 2 ** -24, as much as a float32 rounds. Its largest number is 65,504."""
 
-
 _FARTHEST = 100
 """Powers of two that a matrix is scaled by, at most: both ways stay normal numbers of float32."""
 
